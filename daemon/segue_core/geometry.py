@@ -1,0 +1,208 @@
+"""Where a block's bytes are: the layout of an engine's KV pages.
+
+A geometry is a list of regions. A region is a strided array inside one exported allocation
+("handle"), with named axes. One axis is `block`. If one axis is `slot`, the bytes of a single token
+are known and a tail block can be shipped as slot runs; without it the block is *opaque*: whole
+blocks can be copied, single slots cannot be told apart.
+
+Pure arithmetic over bytes: no torch, no numpy, no memory. Invariant: for a valid geometry every
+fragment of every block lies inside its handle, so a fragment list may be used without more checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from segue_core.errors import GeometryError
+
+AXES = ("block", "slot", "head", "kv", "dim", "layer", "opaque")
+MAX_REGIONS = 4096
+MAX_BLOCK_BYTES = 1 << 30
+MAX_FRAGMENTS = 1 << 16
+
+
+class Fragment(NamedTuple):
+    """A contiguous piece of a block: `offset` in bytes from the handle's start for block 0."""
+
+    handle: int
+    offset: int
+    block_stride: int
+    nbytes: int
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A strided array of KV inside one handle.
+
+    `offset` and `strides` are in bytes; `axes[i]` names `shape[i]`. `opaque` marks an axis whose
+    meaning is not claimed.
+    """
+
+    handle: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    axes: tuple[str, ...]
+
+    def axis(self, name: str) -> int | None:
+        """Position of the axis called `name`, or None."""
+        return self.axes.index(name) if name in self.axes else None
+
+    def inner(self, skip: tuple[str, ...]) -> list[tuple[int, int]]:
+        """(stride, length) of all axes not in `skip`, widest stride first, length-1 axes left out."""
+        pairs = [
+            (stride, length)
+            for name, stride, length in zip(self.axes, self.strides, self.shape, strict=True)
+            if name not in skip and length > 1
+        ]
+        return sorted(pairs, reverse=True)
+
+
+def _runs(inner: list[tuple[int, int]], itemsize: int) -> tuple[int, list[int]]:
+    """Merge the inner axes into contiguous runs: (bytes of one run, offsets of the runs)."""
+    run = itemsize
+    outer = list(inner)
+    while outer and outer[-1][0] == run:
+        run *= outer.pop()[1]
+    offsets = [
+        sum(index * stride for index, (stride, _) in zip(indices, outer, strict=True))
+        for indices in product(*(range(length) for _, length in outer))
+    ]
+    return run, offsets
+
+
+class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """The KV layout of one engine rank.
+
+    `num_blocks` blocks of `block_size` slots (tokens); `handle_bytes[h]` is the size of exported
+    allocation h. `block_bytes` bytes hold one block over all layers.
+    """
+
+    num_blocks: int
+    block_size: int
+    handle_bytes: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+    def validate(self) -> Geometry:
+        """Return self, or raise GeometryError with the reason: call it on anything that arrived."""
+        if not 0 < self.num_blocks < 1 << 31 or not 0 < self.block_size <= 1 << 16:
+            raise GeometryError(f"geometry has {self.num_blocks} blocks of {self.block_size} slots")
+        if not 0 < len(self.regions) <= MAX_REGIONS:
+            raise GeometryError(f"geometry has {len(self.regions)} regions, expected 1 to {MAX_REGIONS}")
+        for number, region in enumerate(self.regions):
+            self._validate_region(number, region)
+        if self.block_bytes > MAX_BLOCK_BYTES or len(self.fragments) > MAX_FRAGMENTS:
+            raise GeometryError(
+                f"a block of {self.block_bytes} bytes in {len(self.fragments)} fragments is too large"
+            )
+        return self
+
+    def _validate_region(self, number: int, region: Region) -> None:
+        where = f"region {number}"
+        rank = len(region.shape)
+        if not (rank == len(region.strides) == len(region.axes)) or not 1 <= rank <= 8:
+            raise GeometryError(f"{where}: shape, strides and axes differ in length")
+        if any(name not in AXES for name in region.axes) or region.axes.count("block") != 1:
+            raise GeometryError(f"{where}: axes {region.axes}: need one `block`, others of {AXES}")
+        if region.axes.count("slot") > 1:
+            raise GeometryError(f"{where}: axes {region.axes}: more than one `slot`")
+        if not 0 <= region.handle < len(self.handle_bytes):
+            raise GeometryError(f"{where}: handle {region.handle} was not exported")
+        if min(region.shape) < 1 or min(region.strides) < 1 or not 1 <= region.itemsize <= 64:
+            raise GeometryError(f"{where}: shape, strides and item size must be positive")
+        block = region.shape[region.axes.index("block")]
+        slot = region.axis("slot")
+        if block != self.num_blocks or (slot is not None and region.shape[slot] != self.block_size):
+            raise GeometryError(
+                f"{where}: shape {region.shape} does not hold {self.num_blocks} blocks"
+                f" of {self.block_size} slots"
+            )
+        last = region.offset + region.itemsize
+        last += sum((n - 1) * s for n, s in zip(region.shape, region.strides, strict=True))
+        if region.offset < 0 or last > self.handle_bytes[region.handle]:
+            raise GeometryError(f"{where}: reaches byte {last} outside its allocation")
+
+    @cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Contiguous pieces of block 0, in region order; block b is `block_stride * b` further on."""
+        found: list[Fragment] = []
+        for region in self.regions:
+            run, offsets = _runs(region.inner(("block",)), region.itemsize)
+            stride = region.strides[region.axes.index("block")]
+            if len(offsets) > MAX_FRAGMENTS:
+                raise GeometryError(f"a block falls into {len(offsets)} pieces")
+            found += [Fragment(region.handle, region.offset + o, stride, run) for o in offsets]
+        return tuple(found)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        return sum(
+            region.itemsize
+            * _product(n for n, name in zip(region.shape, region.axes, strict=True) if name != "block")
+            for region in self.regions
+        )
+
+    @cached_property
+    def slot_axis_known(self) -> bool:
+        """Whether every region says where one slot's bytes are, in runs worth addressing singly."""
+        return all(
+            region.axis("slot") is not None and self.slot_run_bytes(region) >= MIN_SLOT_RUN_BYTES
+            for region in self.regions
+        )
+
+    def slot_run_bytes(self, region: Region) -> int:
+        """Bytes of one slot that lie together in `region` (0 if the slot axis is unknown)."""
+        if region.axis("slot") is None:
+            return 0
+        return _runs(region.inner(("block", "slot")), region.itemsize)[0]
+
+    def slot_runs(self, first: int, last: int) -> list[Fragment]:
+        """Pieces of slots [first, last) of block 0, in region order; only if `slot_axis_known`."""
+        pieces: list[Fragment] = []
+        for region in self.regions:
+            slot = region.axes.index("slot")
+            slot_stride = region.strides[slot]
+            block_stride = region.strides[region.axes.index("block")]
+            run, offsets = _runs(region.inner(("block", "slot")), region.itemsize)
+            for offset in offsets:
+                start = region.offset + offset + first * slot_stride
+                if run == slot_stride:
+                    pieces.append(Fragment(region.handle, start, block_stride, run * (last - first)))
+                    continue
+                pieces += [
+                    Fragment(region.handle, start + i * slot_stride, block_stride, run)
+                    for i in range(last - first)
+                ]
+        return pieces
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal exactly if a block means the same bytes in the same order.
+
+        Where blocks lie, and how many there are, is the engine's own affair and not part of it.
+        """
+        shape = [
+            (run, len(offsets), region.itemsize, [n for n in region.axes if n != "block"])
+            for region in self.regions
+            for run, offsets in [_runs(region.inner(("block",)), region.itemsize)]
+        ]
+        encoded = msgspec.msgpack.encode((self.block_size, shape))
+        return hashlib.blake2b(encoded, digest_size=16, person=b"segue-geometry").digest()
+
+
+MIN_SLOT_RUN_BYTES = 16
+"""Below this, addressing slots singly costs more than comparing the block with a shadow."""
+
+
+def _product(values: Iterable[int]) -> int:
+    result = 1
+    for value in values:
+        result *= value
+    return result

@@ -1,0 +1,100 @@
+"""The local channel: an engine and the daemon beside it, over a unix socket.
+
+The engine opens two connections: the worker registers its memory (one per rank), the scheduler asks
+what the daemon holds. Both get the replica arena, which they may read only; the daemon maps the
+engine's pages read only. Neither can damage the other. End of file is death.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from segue_core.geometry import Geometry
+
+
+class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
+    """Worker to daemon, with file descriptors: journal, doorbell, then one per geometry handle.
+
+    `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable.
+    """
+
+    version: int
+    engine: str
+    incarnation: int
+    pid: int
+    model: str
+    fingerprint: bytes
+    geometry: Geometry
+
+
+class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
+    """Scheduler to daemon: this connection asks `Match`."""
+
+    version: int
+    engine: str
+    incarnation: int
+
+
+class Registered(msgspec.Struct, frozen=True, array_like=True, tag="registered"):
+    """Daemon to engine, with one descriptor: the replica arena of `arena_bytes` bytes."""
+
+    incarnation: int
+    arena_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """Daemon to engine: the registration cannot be used. `retry`: whether trying again may help."""
+
+    reason: str
+    retry: bool
+
+
+class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
+    """Scheduler to daemon: how much KV of `token_ids` (packed u32) is held here?
+
+    `seq` and `epoch` are a hint where to look; the token ids decide. `computed` tokens are in the
+    engine already. `limit` caps the answer.
+    """
+
+    request: int
+    seq: str
+    epoch: int
+    fingerprint: bytes
+    salt: bytes
+    token_ids: bytes
+    computed: int
+    limit: int
+
+
+class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+    """Daemon to scheduler: KV of `tokens` tokens can be loaded (0: nothing).
+
+    `extents` are packed u64 arena offsets, one per block from block `first_block` on; each block's
+    bytes lie there in geometry order. They stay unchanged until `deadline_ns` (CLOCK_MONOTONIC) or
+    `Release`. A copy finished after the deadline must not be used.
+    """
+
+    request: int
+    tokens: int
+    first_block: int
+    extents: bytes
+    lease: int
+    deadline_ns: int
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Scheduler to daemon: the lease is no longer needed. `loaded` tokens were used."""
+
+    lease: int
+    loaded: int
+
+
+class Fenced(msgspec.Struct, frozen=True, array_like=True, tag="fenced"):
+    """Daemon to worker: `seq` went on elsewhere with a higher epoch; it is not replicated any more."""
+
+    seq: str
+    epoch: int
+
+
+ToDaemon = Register | Attach | Match | Release
+ToEngine = Registered | Refused | Matched | Fenced

@@ -1,0 +1,151 @@
+"""The peer channel: daemon to daemon.
+
+Control runs over ZeroMQ: the writer's DEALER to the receiver's ROUTER, one message a frame. Bulk runs
+over a TCP connection that the writer opens: each frame is `BULK_HEADER` (u32 header length, u64
+payload length), a msgpack header, the payload. Bulk is ordered, so an `End` cannot overtake a `Delta`.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import msgspec
+
+BULK_HEADER = struct.Struct("<IQ")
+MAX_HEADER_BYTES = 16 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Writer to receiver, first message of a link."""
+
+    version: int
+    name: str
+    incarnation: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Receiver to writer: where bulk goes, and how many unacked bytes may be under way.
+
+    `ticket` must open the bulk connection; it ties both channels of one link together.
+    """
+
+    version: int
+    name: str
+    incarnation: int
+    bulk_port: int
+    window_bytes: int
+    ticket: int
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Writer to receiver: are you there? Answered by `Pong` with the same number."""
+
+    number: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """Receiver to writer. `free_bytes`: room for replicas."""
+
+    number: int
+    free_bytes: int
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """Receiver to writer: `watermark` tokens of `seq` are verified here.
+
+    `consumed_bytes` counts bulk bytes taken over the link's life; it returns credit.
+    """
+
+    seq: str
+    epoch: int
+    watermark: int
+    consumed_bytes: int
+
+
+class NackReason(IntEnum):
+    """Why a delta was not taken over."""
+
+    FENCED = 1
+    """A higher epoch writes this sequence: stop shipping it."""
+    GAP = 2
+    """The delta does not continue what is held here: start again from `watermark`."""
+    KEY_UNKNOWN = 3
+    """A block referred to by key is not held (any more): send it whole."""
+    NO_ROOM = 4
+    """The budget is spent: try again when there is room."""
+    CORRUPT = 5
+    """The checksum does not fit: start again from `watermark`."""
+    MALFORMED = 6
+    """The delta contradicts itself: it is never tried again as it is."""
+
+
+class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
+    """Receiver to writer: a delta was dropped; what is held of `seq` is `watermark` tokens."""
+
+    seq: str
+    epoch: int
+    watermark: int
+    reason: NackReason
+    consumed_bytes: int
+
+
+class BulkHello(msgspec.Struct, frozen=True, array_like=True, tag="bulk"):
+    """First frame of a bulk connection."""
+
+    incarnation: int
+    ticket: int
+
+
+class PartKind(IntEnum):
+    """How a block's bytes travel."""
+
+    WHOLE = 1
+    """All bytes of the block, in geometry order."""
+    WORDS = 2
+    """Changed 8-byte words against what the receiver has: u32 word numbers, then u64 values."""
+    SLOTS = 3
+    """Runs of slots [first, last), each with its offset inside the block: see `SlotRuns`."""
+    KEY = 4
+    """No bytes: the receiver holds a sealed block with this content key."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One block of a delta. `position` counts blocks of the sequence; `key` names a sealed block
+    (empty: a tail, still growing). `count`: words (WORDS) or slots (SLOTS); `first`: first slot."""
+
+    position: int
+    kind: PartKind
+    key: bytes
+    nbytes: int
+    count: int = 0
+    first: int = 0
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+    """Takes a replica from `base` to `base + len(token_ids) / 4` tokens. The payload holds the parts
+    in order; `checksum` is XXH3-64 of it. `incarnation` is the writing engine's."""
+
+    seq: str
+    epoch: int
+    incarnation: int
+    fingerprint: bytes
+    salt: bytes
+    block_size: int
+    block_bytes: int
+    base: int
+    token_ids: bytes
+    parts: tuple[Part, ...]
+    checksum: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The sequence is over: its replica may go (its sealed blocks stay as cache within the budget)."""
+
+    seq: str
+    epoch: int
+    incarnation: int
+
+
+Control = Hello | Welcome | Ping | Pong | Ack | Nack
+Bulk = BulkHello | Delta | End

@@ -1,0 +1,143 @@
+"""The HTTP contract: what `/status`, `/v1/sequences/{seq}` and `/v1/watch` say, as JSON.
+
+Fields are only ever added. Ages and durations in milliseconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+EngineState = Literal["running", "stalled", "dead", "absent"]
+"""running: makes progress or is idle. stalled: has work and stands still. dead: its process ended.
+absent: none has registered since the daemon started."""
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """An engine as its daemon sees it. `incarnation` changes with each life of the process.
+
+    `progress_age_ms`: how long the engine has stood still although it has work (0 when idle).
+    """
+
+    engine: str
+    state: EngineState
+    incarnation: int = 0
+    model: str = ""
+    fingerprint: str = ""
+    pid: int = 0
+    running: int = 0
+    step: int = 0
+    progress_age_ms: int = 0
+    sequences: int = 0
+    journal_dropped: int = 0
+    detail: str = ""
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """A link to a peer daemon: `lag_tokens` are computed here but not acked there."""
+
+    peer: str
+    address: str
+    connected: bool
+    incarnation: int = 0
+    sequences: int = 0
+    lag_tokens: int = 0
+    in_flight_bytes: int = 0
+    sent_bytes: int = 0
+    acked_tokens: int = 0
+    detail: str = ""
+
+
+class StoreStatus(msgspec.Struct, frozen=True):
+    """The replica store."""
+
+    budget_bytes: int
+    used_bytes: int
+    cached_bytes: int
+    replicas: int
+    leases: int
+    refused: int
+
+
+class DaemonStatus(msgspec.Struct, frozen=True):
+    """`GET /status` of a daemon."""
+
+    name: str
+    version: str
+    incarnation: int
+    ready: bool
+    engine: EngineStatus
+    peers: tuple[PeerStatus, ...]
+    store: StoreStatus
+
+
+class SequenceStatus(msgspec.Struct, frozen=True):
+    """`GET /v1/sequences/{seq}` of a daemon.
+
+    role owner: the engine here writes it (watermark: the best peer's). role replica: held for a peer.
+    """
+
+    seq: str
+    role: Literal["owner", "replica"]
+    epoch: int
+    computed: int
+    known: int
+    watermark: int
+    bytes: int
+    peers: dict[str, int] = {}
+
+
+class PromoteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /v1/sequences/{seq}/promote`: the caller is about to write on with `epoch`.
+
+    The daemon waits up to `wait_ms` until `want_tokens` are held, then refuses lower epochs.
+    """
+
+    epoch: int
+    want_tokens: int = 0
+    wait_ms: int = 0
+
+
+class Promoted(msgspec.Struct, frozen=True):
+    """Answer to promote: `watermark` tokens can be loaded here."""
+
+    seq: str
+    epoch: int
+    watermark: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every error answer of a status endpoint."""
+
+    error: str
+    hint: str = ""
+
+
+RouterEngineState = Literal["up", "suspect", "down", "draining"]
+
+
+class RouterEngine(msgspec.Struct, frozen=True):
+    """An engine as the router sees it."""
+
+    name: str
+    url: str
+    model: str
+    state: RouterEngineState
+    active: int
+    daemon: str = ""
+    daemon_state: str = ""
+    failures: int = 0
+    detail: str = ""
+
+
+class RouterStatus(msgspec.Struct, frozen=True):
+    """`GET /status` of the router."""
+
+    version: str
+    ready: bool
+    engines: tuple[RouterEngine, ...]
+    active_requests: int
+    failovers: int
+    resumed: int
+    refused: int

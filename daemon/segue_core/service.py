@@ -1,0 +1,91 @@
+"""What the daemon and the router share as HTTP services: JSON answers, one error form, a clean start.
+
+Not used by the shim (it imports aiohttp).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from segue_core.errors import SegueError, StartupError
+from segue_core.messages.status import ErrorBody
+
+log = structlog.get_logger()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: Any, *, status: int = 200) -> web.Response:
+    """`body` (structs, dicts, lists) as JSON."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def error_response(message: str, *, status: int, hint: str = "") -> web.Response:
+    """The one form of an error answer of a status endpoint."""
+    return json_response(ErrorBody(error=message, hint=hint), status=status)
+
+
+async def start_http(app: web.Application, host: str, port: int, *, what: str) -> tuple[web.AppRunner, int]:
+    """Listen; returns the runner and the port (useful with port 0).
+
+    Raises StartupError if the address cannot be used.
+    """
+    runner = web.AppRunner(app, handle_signals=False, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, reuse_address=True)
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise StartupError(f"{what}: {listen_problem(error, host, port)}", hint=LISTEN_HINT) from error
+    bound: int = runner.addresses[0][1]
+    return runner, bound
+
+
+LISTEN_HINT = "stop the process that uses it, or set another address in the configuration"
+
+
+def listen_problem(error: OSError, host: str, port: int) -> str:
+    """Why `host:port` cannot be listened on, in words."""
+    if error.errno == errno.EADDRINUSE:
+        return f"{host}:{port} is already in use"
+    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+async def until_signalled() -> str:
+    """Wait for SIGTERM or SIGINT; returns its name."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[str] = loop.create_future()
+
+    def note(name: str) -> None:
+        if not received.done():
+            received.set_result(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, note, number.name)
+    return await received
+
+
+def run_service(main: Callable[[], Awaitable[None]]) -> int:
+    """Run an async `main` under uvloop where it is installed; exit status: 0 ok, 1 failed."""
+    try:
+        import uvloop
+    except ImportError:
+        runner: Callable[[Any], Any] = asyncio.run
+    else:
+        runner = uvloop.run
+    try:
+        runner(main())
+    except SegueError as error:
+        log.error("stopped", reason=str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
