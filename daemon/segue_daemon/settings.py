@@ -16,14 +16,14 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
-class HttpSettings(Settings):
+class HttpSettings(Settings, frozen=True):
     """The status endpoint. Loopback until it is secured."""
 
     host: str = "127.0.0.1"
     port: Port = 7101
 
 
-class ListenSettings(Settings):
+class ListenSettings(Settings, frozen=True):
     """Where peers connect: control (ZeroMQ) and bulk (TCP). Port 0 picks a free one for bulk."""
 
     host: str = "127.0.0.1"
@@ -31,14 +31,14 @@ class ListenSettings(Settings):
     bulk_port: Port = 0
 
 
-class PeerSettings(Settings):
+class PeerSettings(Settings, frozen=True):
     """A peer daemon that replicas are sent to; `control` is its host:port for control."""
 
     name: Name
     control: Annotated[str, msgspec.Meta(pattern=r"^[^:\s]+:\d{1,5}$")]
 
 
-class StoreSettings(Settings):
+class StoreSettings(Settings, frozen=True):
     """Room for peers' replicas, allocated and touched at start-up."""
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 46)] = 1 << 30
@@ -46,7 +46,7 @@ class StoreSettings(Settings):
     """How long blocks stay put for an engine that is loading them."""
 
 
-class ReplicationSettings(Settings):
+class ReplicationSettings(Settings, frozen=True):
     """What is sent to peers and when."""
 
     enabled: bool = True
@@ -60,7 +60,7 @@ class ReplicationSettings(Settings):
     max_sequences: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 20_000
 
 
-class TimeoutSettings(Settings):
+class TimeoutSettings(Settings, frozen=True):
     """Deadlines. `stall_ms`: an engine that has work and stands still that long is reported stalled."""
 
     stall_ms: Milliseconds = 2_000
@@ -72,7 +72,7 @@ class TimeoutSettings(Settings):
     reconnect_ms: Milliseconds = 200
 
 
-class DaemonSettings(Settings):
+class DaemonSettings(Settings, frozen=True):
     """One daemon, beside one engine."""
 
     name: Name
