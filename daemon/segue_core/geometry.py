@@ -12,9 +12,10 @@ fragment of every block lies inside its handle, so a fragment list may be used w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +35,13 @@ class Fragment(NamedTuple):
     offset: int
     block_stride: int
     nbytes: int
+
+
+class SlotRun(NamedTuple):
+    """A piece of some slots: where it is in memory, and its offset in the packed block."""
+
+    piece: Fragment
+    packed: int
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -163,24 +171,43 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
             return 0
         return _runs(region.inner(("block", "slot")), region.itemsize)[0]
 
-    def slot_runs(self, first: int, last: int) -> list[Fragment]:
-        """Pieces of slots [first, last) of block 0, in region order; only if `slot_axis_known`."""
-        pieces: list[Fragment] = []
-        for region in self.regions:
-            slot = region.axes.index("slot")
-            slot_stride = region.strides[slot]
-            block_stride = region.strides[region.axes.index("block")]
-            run, offsets = _runs(region.inner(("block", "slot")), region.itemsize)
-            for offset in offsets:
-                start = region.offset + offset + first * slot_stride
-                if run == slot_stride:
-                    pieces.append(Fragment(region.handle, start, block_stride, run * (last - first)))
-                    continue
-                pieces += [
-                    Fragment(region.handle, start + i * slot_stride, block_stride, run)
-                    for i in range(last - first)
-                ]
-        return pieces
+    def slot_runs(self, first: int, last: int) -> tuple[SlotRun, ...]:
+        """Contiguous pieces of slots [first, last) of block 0, in region order; needs `slot_axis_known`."""
+        cached = self._slot_runs.get((first, last))
+        if cached is None:
+            runs = [run for region in self.regions for run in self._region_runs(region, first, last)]
+            cached = self._slot_runs[first, last] = tuple(runs)
+        return cached
+
+    def _region_runs(self, region: Region, first: int, last: int) -> Iterator[SlotRun]:
+        slot_stride = region.strides[region.axes.index("slot")]
+        block_stride = region.strides[region.axes.index("block")]
+        run, offsets = _runs(region.inner(("block", "slot")), region.itemsize)
+        together = run == slot_stride
+        for offset in offsets:
+            for slot in range(first, first + 1 if together else last):
+                start = region.offset + offset + slot * slot_stride
+                nbytes = run * (last - first) if together else run
+                piece = Fragment(region.handle, start, block_stride, nbytes)
+                yield SlotRun(piece, self._packed_offset(region.handle, start))
+
+    def _packed_offset(self, handle: int, start: int) -> int:
+        """Where byte `start` of block 0 lies once the block's fragments stand one after another."""
+        number = bisect_right(self._fragment_starts, (handle, start, MAX_FRAGMENTS)) - 1
+        _, offset, index = self._fragment_starts[number]
+        return self._packed_starts[index] + start - offset
+
+    @cached_property
+    def _slot_runs(self) -> dict[tuple[int, int], tuple[SlotRun, ...]]:
+        return {}
+
+    @cached_property
+    def _fragment_starts(self) -> list[tuple[int, int, int]]:
+        return sorted((f.handle, f.offset, index) for index, f in enumerate(self.fragments))
+
+    @cached_property
+    def _packed_starts(self) -> list[int]:
+        return list(accumulate((f.nbytes for f in self.fragments), initial=0))
 
     @cached_property
     def digest(self) -> bytes:

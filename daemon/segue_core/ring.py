@@ -168,6 +168,15 @@ class Ring:
             return payload
         return None
 
+    def unread(self) -> int:
+        """Bytes that the producer says are there and that were not read."""
+        return self._words[Word.HEAD] - self._position
+
+    def skip(self) -> None:
+        """Give up what is unread (it cannot be read) and go on with what is written from now on."""
+        self._position = (self._words[Word.HEAD] + 7) & ~7
+        self._words[Word.TAIL] = self._position
+
     def _advance(self, count: int) -> None:
         self._position += count
         self._words[Word.TAIL] = self._position

@@ -1,0 +1,1 @@
+"""The sidecar daemon: finds what changed in an engine's KV cache, ships it to peers, keeps theirs."""

@@ -52,11 +52,12 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """Receiver to writer: `watermark` tokens of `seq` are verified here.
+    """Receiver to writer: with delta `number`, `watermark` tokens of `seq` are verified here.
 
     `consumed_bytes` counts bulk bytes taken over the link's life; it returns credit.
     """
 
+    number: int
     seq: str
     epoch: int
     watermark: int
@@ -81,8 +82,9 @@ class NackReason(IntEnum):
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
-    """Receiver to writer: a delta was dropped; what is held of `seq` is `watermark` tokens."""
+    """Receiver to writer: delta `number` was dropped; what is held of `seq` is `watermark` tokens."""
 
+    number: int
     seq: str
     epoch: int
     watermark: int
@@ -104,28 +106,29 @@ class PartKind(IntEnum):
     """All bytes of the block, in geometry order."""
     WORDS = 2
     """Changed 8-byte words against what the receiver has: u32 word numbers, then u64 values."""
-    SLOTS = 3
-    """Runs of slots [first, last), each with its offset inside the block: see `SlotRuns`."""
+    RUNS = 3
+    """Changed runs: for each its u32 offset in the block and u32 length, then the bytes of all runs."""
     KEY = 4
     """No bytes: the receiver holds a sealed block with this content key."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """One block of a delta. `position` counts blocks of the sequence; `key` names a sealed block
-    (empty: a tail, still growing). `count`: words (WORDS) or slots (SLOTS); `first`: first slot."""
+    """One block of a delta. `position` counts blocks of the sequence; `key` names a sealed block (empty:
+    a tail, still growing). `count`: number of words (WORDS) or runs (RUNS)."""
 
     position: int
     kind: PartKind
     key: bytes
     nbytes: int
     count: int = 0
-    first: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     """Takes a replica from `base` to `base + len(token_ids) / 4` tokens. The payload holds the parts
-    in order; `checksum` is XXH3-64 of it. `incarnation` is the writing engine's."""
+    in order; `checksum` is XXH3-64 of it. `number` counts the link's deltas; `incarnation` is the
+    writing engine's."""
 
+    number: int
     seq: str
     epoch: int
     incarnation: int

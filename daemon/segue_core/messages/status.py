@@ -31,6 +31,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     progress_age_ms: int = 0
     sequences: int = 0
     journal_dropped: int = 0
+    journal_broken: int = 0
     detail: str = ""
 
 
@@ -58,6 +59,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     replicas: int
     leases: int
     refused: int
+    corrupt: int = 0
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -97,6 +99,12 @@ class PromoteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     want_tokens: int = 0
     wait_ms: int = 0
+
+
+class FenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /v1/sequences/{seq}/fence`: `seq` goes on elsewhere with `epoch`."""
+
+    epoch: int
 
 
 class Promoted(msgspec.Struct, frozen=True):
@@ -141,3 +149,40 @@ class RouterStatus(msgspec.Struct, frozen=True):
     failovers: int
     resumed: int
     refused: int
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One move of a request from a failed engine to another.
+
+    detect_ms: from the last byte of the failed engine to the detection; null if there was none.
+    decide_ms: from the detection to the request to the next engine. first_token_ms: from that to its first
+    token. gap_ms: between the two tokens that the client received around the move.
+    """
+
+    from_engine: str = msgspec.field(name="from")
+    to: str
+    detected_by: str
+    at_monotonic_ns: int
+    detect_ms: float | None
+    watermark: int
+    how: Literal["restart", "by_ids", "exact"]
+    delivered_tokens: int
+    dropped_tokens: int
+    decide_ms: float
+    first_token_ms: float | None = None
+    gap_ms: float | None = None
+
+
+class RequestStory(msgspec.Struct, frozen=True):
+    """`GET /v1/segue/requests/{seq}` of the router: what happened to one request."""
+
+    seq: str
+    path: str
+    outcome: str
+    """active, ok, client_error, client_left, failed, refused."""
+    engines: tuple[str, ...]
+    prompt_tokens: int
+    delivered_tokens: int
+    moves: tuple[Move, ...]
+    ttft_ms: float | None = None
+    detail: str = ""

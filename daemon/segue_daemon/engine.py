@@ -1,0 +1,121 @@
+"""One life of the engine beside us: its pages, its journal, its ledger.
+
+Owns everything that was mapped for it, and lets all of it go in `close`. Reads the journal; decides
+nothing about where data goes. Invariant: when records may have been lost, nothing is claimed about any
+sequence until the engine has announced it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+
+import msgspec
+import structlog
+
+from segue_core.clock import Clock
+from segue_core.errors import ProtocolError
+from segue_core.framing import decode
+from segue_core.messages.journal import Record
+from segue_core.messages.local import Register
+from segue_core.ring import Ring, Word
+from segue_daemon.ledger import Changes, Ledger
+from segue_daemon.pages import HostPages
+
+log = structlog.get_logger()
+
+MAX_RECORDS_PER_DRAIN = 10_000
+UNREADABLE_NS = 100_000_000
+"""A record that cannot be read for this long is not late but broken."""
+FIXED_FDS = 2
+"""Journal and doorbell come before the descriptors of the pages."""
+
+
+class EngineSession:
+    """An engine process that registered. `fds` are journal, doorbell, then one per geometry handle."""
+
+    def __init__(self, register: Register, fds: list[int], clock: Clock, *, max_sequences: int) -> None:
+        """Map what the engine exports. Takes over `fds`. Raises ProtocolError or GeometryError."""
+        self.register = register
+        self.dead = False
+        self.broken_records = 0
+        self._clock = clock
+        self._fds = fds
+        self._unreadable_since = 0
+        self._dropped = 0
+        geometry = register.geometry.validate()
+        if len(fds) != FIXED_FDS + len(geometry.handle_bytes):
+            raise ProtocolError(
+                f"engine {register.engine}: {len(fds)} file descriptors for"
+                f" {len(geometry.handle_bytes)} exported allocations"
+            )
+        self.ring = Ring(fds[0])
+        self.doorbell = fds[1]
+        self.pages = HostPages(geometry, fds[FIXED_FDS:])
+        combined = hashlib.blake2b(register.fingerprint + geometry.digest, digest_size=16).digest()
+        self.ledger = Ledger(geometry, combined, max_sequences=max_sequences)
+
+    @property
+    def incarnation(self) -> int:
+        """The engine process's identity for this life."""
+        return self.register.incarnation
+
+    def drain(self) -> list[Changes]:
+        """Take what the journal has. What is wrong with it costs protection for a moment, nothing else."""
+        changes: list[Changes] = []
+        dropped = self.ring.get(Word.DROPPED)
+        if dropped != self._dropped:
+            self._dropped = dropped
+            changes.append(self._lost("the journal was full", skip=False))
+        for _ in range(MAX_RECORDS_PER_DRAIN):
+            try:
+                payload = self.ring.read()
+                if payload is None:
+                    break
+                changes.append(self.ledger.apply(decode(payload, Record, peer="journal")))
+            except (ProtocolError, msgspec.MsgspecError) as error:
+                changes.append(self._lost(str(error), skip=True))
+                break
+        if self.ring.unread() > 0 and not self.dead:
+            self._watch_unreadable(changes)
+        return changes
+
+    def _watch_unreadable(self, changes: list[Changes]) -> None:
+        now = self._clock.now_ns()
+        if not self._unreadable_since:
+            self._unreadable_since = now
+        elif now - self._unreadable_since > UNREADABLE_NS:
+            changes.append(self._lost("a journal record is unreadable", skip=True))
+
+    def _lost(self, reason: str, *, skip: bool) -> Changes:
+        """Records are missing: forget everything and have all sequences announced anew. `skip`: what is
+        unread is of no use."""
+        if skip:
+            self.broken_records += 1
+            self.ring.skip()
+        self.ring.set(Word.SNAPSHOT_WANTED, 1)
+        self._unreadable_since = 0
+        log.warning(
+            "journal lost records; asking for all sequences", engine=self.register.engine, reason=reason
+        )
+        return self.ledger.forget_all()
+
+    def sleep(self) -> bool:
+        """Ask for the doorbell; False if something was written meanwhile (drain again)."""
+        self._unreadable_since = self._unreadable_since if self.ring.unread() else 0
+        self.ring.set(Word.SLEEPING, 1)
+        return self.ring.unread() <= 0
+
+    def hear(self) -> None:
+        """The doorbell rang: reset it."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.doorbell)
+
+    def close(self) -> None:
+        """Let the engine's memory go; safe to call twice."""
+        self.dead = True
+        self.pages.close()
+        self.ring.close()
+        while self._fds:
+            os.close(self._fds.pop())

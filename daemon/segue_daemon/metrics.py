@@ -1,0 +1,71 @@
+"""Prometheus figures of the daemon, read from its status when asked for: nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from segue_daemon.app import Daemon
+
+
+def registry_of(daemon: Daemon) -> CollectorRegistry:
+    """A registry with the figures of one daemon."""
+    registry = CollectorRegistry()
+    registry.register(DaemonCollector(daemon))
+    return registry
+
+
+class DaemonCollector(Collector):
+    """Turns `DaemonStatus` into metrics."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._daemon.status()
+        engine, store = status.engine, status.store
+        up = GaugeMetricFamily("segue_engine_up", "1 while the engine here runs and makes progress")
+        up.add_metric([], 1.0 if engine.state == "running" else 0.0)
+        yield up
+        for name, text, value in (
+            ("segue_engine_running_sequences", "Sequences the engine works on", engine.running),
+            ("segue_engine_protected_sequences", "Sequences in the ledger", engine.sequences),
+            (
+                "segue_engine_progress_age_ms",
+                "Time without progress although there is work",
+                engine.progress_age_ms,
+            ),
+            ("segue_store_budget_bytes", "Room for replicas", store.budget_bytes),
+            ("segue_store_used_bytes", "Bytes taken, cache included", store.used_bytes),
+            ("segue_store_cached_bytes", "Bytes of blocks that no replica uses", store.cached_bytes),
+            ("segue_store_replicas", "Sequences held for peers", store.replicas),
+            ("segue_store_leases", "Loads under way", store.leases),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
+            ("segue_journal_dropped", "Records that found the journal full", engine.journal_dropped),
+            ("segue_journal_broken", "Times the journal was unreadable", engine.journal_broken),
+            ("segue_store_refused", "Deltas not taken", store.refused),
+            ("segue_store_corrupt", "Deltas with a wrong checksum", store.corrupt),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        yield from self._peers()
+
+    def _peers(self) -> Iterator[Metric]:
+        connected = GaugeMetricFamily("segue_peer_connected", "1 while the link is up", labels=["peer"])
+        lag = GaugeMetricFamily("segue_peer_lag_tokens", "Tokens computed and not acked", labels=["peer"])
+        sent = CounterMetricFamily("segue_peer_sent_bytes", "Bulk bytes sent", labels=["peer"])
+        for link in self._daemon.links:
+            peer = link.status()
+            connected.add_metric([peer.peer], float(peer.connected))
+            lag.add_metric([peer.peer], peer.lag_tokens)
+            sent.add_metric([peer.peer], peer.sent_bytes)
+        yield from (connected, lag, sent)

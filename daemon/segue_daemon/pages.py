@@ -1,0 +1,105 @@
+"""An engine's KV pages as the daemon sees them: mapped read only, copied out block by block.
+
+`Pages` is the interface; `HostPages` maps host memory by file descriptor. Nothing here can write to the
+engine. Invariant: only bytes that the validated geometry names are read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Protocol
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from segue_core.errors import ProtocolError
+from segue_core.geometry import Fragment, Geometry
+from segue_daemon.arena import Bytes
+
+
+class Pages(Protocol):
+    """Memory that holds an engine's KV blocks."""
+
+    geometry: Geometry
+
+    def copy_block(self, block: int, out: Bytes) -> None:
+        """Copy block `block` into `out` ((block_bytes,) uint8), fragments in geometry order."""
+        ...
+
+    def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
+        """Copy slots [first, last) into `out`, in the order of `Geometry.slot_runs`; returns the bytes."""
+        ...
+
+    def close(self) -> None:
+        """Let the memory go; safe to call twice."""
+        ...
+
+
+class HostPages:
+    """Pages in host memory, shared by file descriptor (`fds[h]` is geometry handle h)."""
+
+    def __init__(self, geometry: Geometry, fds: list[int]) -> None:
+        """Map every handle. The descriptors stay the caller's. Raises ProtocolError if they are short."""
+        self.geometry = geometry
+        self._maps: list[mmap.mmap] = []
+        for fd, nbytes in zip(fds, geometry.handle_bytes, strict=True):
+            size = os.fstat(fd).st_size
+            if nbytes < 1 or size < nbytes:
+                self.close()
+                raise ProtocolError(f"exported memory has {size} bytes, its geometry says {nbytes}")
+            self._maps.append(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        self._memory = [np.frombuffer(m, dtype=np.uint8) for m in self._maps]
+        self._groups = [self._strided(run, geometry.num_blocks) for run in _equal_runs(geometry.fragments)]
+
+    def _strided(self, run: list[Fragment], num_blocks: int) -> Bytes:
+        """Equally spaced fragments as a view of shape (num_blocks, fragments, bytes)."""
+        first = run[0]
+        spacing = run[1].offset - first.offset if len(run) > 1 else first.nbytes
+        return as_strided(
+            self._memory[first.handle][first.offset :],
+            shape=(num_blocks, len(run), first.nbytes),
+            strides=(first.block_stride, spacing, 1),
+            writeable=False,
+        )
+
+    def copy_block(self, block: int, out: Bytes) -> None:
+        at = 0
+        for group in self._groups:
+            _, count, nbytes = group.shape
+            np.copyto(out[at : at + count * nbytes].reshape(count, nbytes), group[block])
+            at += count * nbytes
+
+    def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
+        at = 0
+        for piece, _ in self.geometry.slot_runs(first, last):
+            start = piece.offset + block * piece.block_stride
+            out[at : at + piece.nbytes] = self._memory[piece.handle][start : start + piece.nbytes]
+            at += piece.nbytes
+        return at
+
+    def close(self) -> None:
+        self._groups = []
+        self._memory = []
+        for mapping in self._maps:
+            mapping.close()
+        self._maps = []
+
+
+def _equal_runs(fragments: tuple[Fragment, ...]) -> list[list[Fragment]]:
+    """Cut the fragment list where size, handle, block stride or spacing changes."""
+    runs: list[list[Fragment]] = []
+    for fragment in fragments:
+        run = runs[-1] if runs else []
+        alike = run and (run[0].handle, run[0].nbytes, run[0].block_stride) == (
+            fragment.handle,
+            fragment.nbytes,
+            fragment.block_stride,
+        )
+        if alike and fragment.offset > run[-1].offset:
+            spacing = fragment.offset - run[-1].offset
+            if len(run) == 1 or run[1].offset - run[0].offset == spacing:
+                run.append(fragment)
+                continue
+        runs.append([fragment])
+    return runs
