@@ -433,6 +433,7 @@ class Daemon:
                 leases=self.store.leases,
                 refused=self.store.refused,
                 corrupt=self.receiver.corrupt,
+                loaded_bytes=self.store.loaded_bytes,
             ),
         )
 

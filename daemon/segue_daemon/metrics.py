@@ -54,6 +54,7 @@ class DaemonCollector(Collector):
             ("segue_journal_dropped", "Records that found the journal full", engine.journal_dropped),
             ("segue_journal_broken", "Times the journal was unreadable", engine.journal_broken),
             ("segue_store_refused", "Deltas not taken", store.refused),
+            ("segue_loaded_bytes", "Bytes of replicas that the engine here took over", store.loaded_bytes),
             ("segue_store_corrupt", "Deltas with a wrong checksum", store.corrupt),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -116,6 +116,7 @@ class ReplicaStore:
         self._next_lease = 1
         self.replicas: dict[str, Replica] = {}
         self.refused = 0
+        self.loaded_bytes = 0
 
     # -- taking deltas ------------------------------------------------------------------------
 
@@ -303,6 +304,8 @@ class ReplicaStore:
             return
         for block in lease.blocks:
             self._pool.unpin(block)
+        if loaded:
+            self.loaded_bytes += sum(block.nbytes for block in lease.blocks)
         replica = self.replicas.get(lease.seq)
         if loaded and replica is not None and self._fences.get(lease.seq, 0) > replica.epoch:
             self._drop(replica)

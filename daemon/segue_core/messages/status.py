@@ -60,6 +60,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     leases: int
     refused: int
     corrupt: int = 0
+    loaded_bytes: int = 0
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
