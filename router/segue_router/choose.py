@@ -1,0 +1,115 @@
+"""Which engine: pure functions that rank candidates. Filters of availability come before affinity.
+
+No I/O and no memory: affinity is rendezvous hashing, so there is no table that grows, and when an engine
+leaves only its own sessions move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from segue_router.request import GenerationRequest
+
+OVERLOAD_FACTOR = 2
+OVERLOAD_SLACK = 4
+"""An engine with more than factor * (least load) + slack requests gives up its sessions' affinity."""
+LOAD_BYTES_PER_TOKEN = 400_000
+"""Bytes whose loading takes as long as recomputing one token: 2 GB/s against 5,000 tokens/s of prefill."""
+QUEUE_TOKENS = 64
+"""What one running request on an engine costs a newcomer, in recomputed tokens."""
+CHARS_PER_ID = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that could take a request, and what its daemon holds of the sequence."""
+
+    name: str
+    state: Literal["up", "suspect", "down"] = "up"
+    active: int = 0
+    fingerprint: str = ""
+    watermark: int = 0
+    replica_bytes: int = 0
+
+
+def rank_new(candidates: Sequence[Candidate], key: str) -> list[str]:
+    """Best first, for a request that starts. `key`: what it should stay together with; empty: nothing."""
+    available = _most_available(candidates)
+    if not available:
+        return []
+    least = min(candidate.active for candidate in available)
+    ceiling = least * OVERLOAD_FACTOR + OVERLOAD_SLACK
+
+    def order(candidate: Candidate) -> tuple[bool, int, int]:
+        overloaded = candidate.active > ceiling
+        load = candidate.active if overloaded or not key else 0
+        return overloaded, load, -_score(key, candidate.name)
+
+    return [candidate.name for candidate in sorted(available, key=order)]
+
+
+def rank_for_resume(candidates: Sequence[Candidate], *, tokens: int, fingerprint: str) -> list[str]:
+    """Cheapest to the next token first. `tokens`: whose KV is needed; `fingerprint`: of the failed engine."""
+
+    def cost(candidate: Candidate) -> tuple[float, int, str]:
+        loadable = bool(fingerprint) and candidate.fingerprint == fingerprint
+        held = min(candidate.watermark, tokens) if loadable else 0
+        load = candidate.replica_bytes / LOAD_BYTES_PER_TOKEN if held else 0.0
+        return (
+            min(tokens, tokens - held + load) + QUEUE_TOKENS * candidate.active,
+            candidate.active,
+            candidate.name,
+        )
+
+    return [candidate.name for candidate in sorted(_most_available(candidates), key=cost)]
+
+
+def _most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those in the best state there is. All down is suspicious of the observer: then all are tried."""
+    for state in ("up", "suspect", "down"):
+        found = [candidate for candidate in candidates if candidate.state == state]
+        if found:
+            return found
+    return []
+
+
+def _score(key: str, name: str) -> int:
+    digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def affinity_key(request: GenerationRequest, session: str | None, prefix_chars: int) -> str:
+    """What names the conversation: the session header, else `user`, else how the prompt begins."""
+    if session:
+        return f"session:{session}"
+    user = request.body.get("user")
+    if isinstance(user, str) and user:
+        return f"user:{user}"
+    if not prefix_chars:
+        return ""
+    return "prefix:" + _prompt_start(request.body, prefix_chars)
+
+
+def _prompt_start(body: dict[str, Any], chars: int) -> str:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:chars]
+    if isinstance(prompt, list):
+        return str(prompt[: max(1, chars // CHARS_PER_ID)])[:chars]
+    messages = body.get("messages")
+    start = ""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            content = message.get("content")
+            text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
+            start += f"{message.get('role')}:{text}\n"
+        if len(start) >= chars:
+            break
+    return start[:chars]

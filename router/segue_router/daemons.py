@@ -1,0 +1,96 @@
+"""The daemons as the router asks them, over HTTP. Every call has a deadline and none of them raises:
+a daemon that cannot be reached costs recomputation, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import msgspec
+
+from segue_core.messages.status import EngineStatus, Promoted, PromoteRequest, SequenceStatus
+from segue_router.health import DAEMON_SILENCE_MS
+
+REACH = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError)
+"""Everything that can go wrong with a daemon's answer; msgspec.ValidationError is a DecodeError."""
+
+
+class Superseded(Exception):
+    """Somebody holds the same or a higher epoch at this daemon."""
+
+
+class DaemonClient:
+    """One daemon. `url` is its base URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+
+    async def sequence(self, seq: str, timeout_ms: int) -> SequenceStatus | None:
+        """What it holds of `seq`; None: nothing, or no answer in time."""
+        try:
+            async with self._session.get(
+                f"{self._url}/v1/sequences/{seq}", timeout=_total(timeout_ms)
+            ) as response:
+                if response.status != 200:
+                    return None
+                return msgspec.json.decode(await response.read(), type=SequenceStatus)
+        except REACH:
+            return None
+
+    async def promote(self, seq: str, request: PromoteRequest, timeout_ms: int) -> Promoted | None:
+        """Fence older writers there and wait for the last tokens. Raises Superseded; None: no answer."""
+        try:
+            async with self._session.post(
+                f"{self._url}/v1/sequences/{seq}/promote",
+                data=msgspec.json.encode(request),
+                headers={"Content-Type": "application/json"},
+                timeout=_total(request.wait_ms + timeout_ms),
+            ) as response:
+                if response.status == 409:
+                    raise Superseded
+                if response.status != 200:
+                    return None
+                return msgspec.json.decode(await response.read(), type=Promoted)
+        except REACH:
+            return None
+
+    async def fence(self, seq: str, epoch: int, timeout_ms: int) -> bool:
+        """Tell it that writers of `seq` below `epoch` are over; returns whether it took that."""
+        try:
+            async with self._session.post(
+                f"{self._url}/v1/sequences/{seq}/fence",
+                data=msgspec.json.encode({"epoch": epoch}),
+                headers={"Content-Type": "application/json"},
+                timeout=_total(timeout_ms),
+            ) as response:
+                return response.status < 300
+        except REACH:
+            return False
+
+    async def watch(self) -> AsyncIterator[EngineStatus]:
+        """Its engine's state, at once on each change and as heartbeat. Ends when the daemon goes silent."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=DAEMON_SILENCE_MS / 1000, sock_read=DAEMON_SILENCE_MS / 1000
+        )
+        try:
+            async with self._session.get(f"{self._url}/v1/watch", timeout=timeout) as response:
+                if response.status != 200:
+                    return
+                while line := await response.content.readline():
+                    yield msgspec.json.decode(line, type=EngineStatus)
+        except REACH:
+            return
+
+
+def _total(milliseconds: int) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=milliseconds / 1000)
+
+
+async def settle(tasks: set[asyncio.Task[bool]]) -> None:
+    """Wait for what was started beside the answers (fencing), or cancel it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,176 @@
+"""How to resume: one pure function from (request, progress, what the next engine can do) to a plan.
+
+Invariant: a plan other than Refuse leads to an answer of which everything the client already has is a
+prefix. What cannot be continued rightly is refused with a reason, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from segue_core.messages.request import SegueParams
+from segue_router.request import COMPLETIONS_PATH, GenerationRequest, with_params
+
+CHAT_ONLY = frozenset(
+    {
+        "messages",
+        "max_completion_tokens",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "reasoning_effort",
+        "include_reasoning",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+        "modalities",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "return_prompt_text",
+        "n",
+    }
+)
+"""Fields of a chat request that mean nothing, or something else, to /v1/completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is known of an answer at the moment its engine failed."""
+
+    client_has: bool = False
+    """The client received content (a role preamble alone is none)."""
+    prompt_ids: Sequence[int] | None = None
+    delivered_ids: Sequence[int] = ()
+    """Ids whose text the client has, up to the last whole character."""
+    held_tokens: int = 0
+    """Ids known beyond those, without finished text: generated again."""
+    finish_reason: str | None = None
+    closable: bool = True
+    """Everything the client is owed after the finish can be said without an engine."""
+    ids_known: bool = True
+    """The engine named the ids of everything it sent, and they were all kept."""
+    overflow: bool = False
+    """The answer outgrew the ids the router keeps."""
+    whole_characters: bool = True
+    """What the client has does not end inside a character."""
+    parsed: bool = False
+    """The engine's parsers took part (reasoning, tool calls): output is not plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the engine that takes over can do. To come: `exact`, the shim continues the original request."""
+
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Nothing was delivered: the original body again. What the router collected is thrown away."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ByIds:
+    """Prompt + delivered ids as the new prompt, budgets reduced."""
+
+    path: str
+    body: dict[str, Any]
+    dropped_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The answer is complete as far as it is known; no engine is needed."""
+
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It cannot be continued rightly. `reason` is a label of a metric."""
+
+    reason: str
+
+
+Plan = Restart | ByIds | Finish | Refuse
+
+
+def how_to_resume(
+    request: GenerationRequest, progress: Progress, target: Target, params: SegueParams | None
+) -> Plan:
+    """Decide. `params` go to an engine with a daemon; the body must not depend on anything else."""
+    if progress.finish_reason is not None:
+        return Finish(progress.finish_reason) if progress.closable else Refuse("unknown_usage")
+    obstacle = _obstacle(request, progress)
+    if not obstacle and progress.delivered_ids and progress.prompt_ids:
+        left = _tokens_left(request, progress, target)
+        if left is None:
+            obstacle = "unknown_model_length"
+        elif left <= 0:
+            return Finish("length")
+        else:
+            body = _by_ids_body(request, progress, left, params)
+            return ByIds(COMPLETIONS_PATH, body, progress.held_tokens)
+    if not progress.client_has:
+        return Restart(request.path, request.engine_body(params))
+    return Refuse(obstacle or "unknown_token_ids")
+
+
+def _obstacle(request: GenerationRequest, progress: Progress) -> str:
+    if request.obstacle:
+        return request.obstacle
+    if request.mode != "tracked":
+        return "untracked"
+    if progress.overflow:
+        return "transcript_limit"
+    if progress.parsed:
+        return "parsed_output"
+    if not progress.ids_known:
+        return "unknown_token_ids"
+    if not progress.whole_characters:
+        return "unfinished_character"
+    return ""
+
+
+def _tokens_left(request: GenerationRequest, progress: Progress, target: Target) -> int | None:
+    """Output tokens that the uninterrupted request would still have been allowed; None: unknown."""
+    assert progress.prompt_ids is not None
+    delivered = len(progress.delivered_ids)
+    limits = []
+    if request.max_tokens is not None:
+        limits.append(request.max_tokens - delivered)
+    if target.max_model_len is not None:
+        limits.append(target.max_model_len - len(progress.prompt_ids) - delivered)
+    return min(limits) if limits else None
+
+
+def _by_ids_body(
+    request: GenerationRequest, progress: Progress, left: int, params: SegueParams | None
+) -> dict[str, Any]:
+    assert progress.prompt_ids is not None
+    body = with_params(request.body, params)
+    if request.api == "chat":
+        body = {key: value for key, value in body.items() if key not in CHAT_ONLY}
+    delivered = len(progress.delivered_ids)
+    body["prompt"] = [*progress.prompt_ids, *progress.delivered_ids]
+    body["max_tokens"] = left
+    if body.get("min_tokens"):
+        body["min_tokens"] = max(0, body["min_tokens"] - delivered)
+    body["stream"] = True
+    body["return_token_ids"] = True
+    body.pop("stream_options", None)
+    body.pop("max_completion_tokens", None)
+    body.pop("add_special_tokens", None)
+    return body

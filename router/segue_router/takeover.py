@@ -1,0 +1,201 @@
+"""Which engine a request goes to, and goes on at: the I/O around `choose`.
+
+Owns what one request knows about engines: which failed it, which are busy, its epoch. Invariants: a
+request never goes back to an engine that failed it, unless that engine came back since, or once more after
+a bare reset or for want of any other; the epoch only grows, and daemons hear of it before the next engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segue_core.messages.request import SegueParams
+from segue_core.messages.status import PromoteRequest, SequenceStatus
+from segue_router.choose import Candidate, rank_for_resume, rank_new
+from segue_router.context import Context
+from segue_router.daemons import DaemonClient, Superseded
+from segue_router.engines import Engine
+from segue_router.errors import Cause, UpstreamFailure
+from segue_router.resume import Progress
+from segue_router.upstream import now_ms
+
+BUSY_RETRY_MS = 250
+FENCE_TIMEOUT_MS = 2_000
+RETRYABLE_THERE: frozenset[Cause] = frozenset({"stream_eof", "connect"})
+"""Failures after which the same engine may be asked again: the network may be at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """When, how and how often an engine failed this request in one of its lives."""
+
+    recoveries: int
+    at_ms: float
+    transient: bool
+    times: int
+
+
+class Takeover:
+    """Of one request."""
+
+    def __init__(self, context: Context, seq: str, model: str, key: str) -> None:
+        self.epoch = 1
+        self.watermark = 0
+        self._context = context
+        self._seq = seq
+        self._model = model
+        self._key = key
+        self._failed: dict[str, Failed] = {}
+        self._busy: set[str] = set()
+        self._retry_same = context.settings.failover.retry_same_engine_once
+        self._asked_same = True
+        self._last: Engine | None = None
+
+    def params(self, engine: Engine, *, resume: bool) -> SegueParams | None:
+        """What the engine's shim is told; None where there is no daemon beside it."""
+        if engine.daemon is None:
+            return None
+        return SegueParams(seq=self._seq, epoch=self.epoch, resume=resume)
+
+    def first(self) -> Engine | None:
+        """The engine a new request starts on."""
+        candidates = [_candidate(engine, None) for engine in self._usable()]
+        ranked = rank_new(candidates, self._key)
+        return self._context.registry[ranked[0]] if ranked else None
+
+    def busy(self, engine: Engine) -> None:
+        """It answered 429 or 503: no failure, but not now."""
+        self._busy.add(engine.name)
+
+    def failed(self, engine: Engine, failure: UpstreamFailure) -> None:
+        """It failed this request."""
+        health = engine.health
+        transient = failure.cause in RETRYABLE_THERE and not failure.refused
+        before = self._failed.get(engine.name)
+        times = before.times + 1 if before is not None and before.recoveries == health.recoveries else 1
+        self._failed[engine.name] = Failed(health.recoveries, now_ms(), transient, times)
+        self._last = engine
+        self._asked_same = not self._retry_same
+
+    def fence(self, engine: Engine) -> None:
+        """Tell the failed engine's daemon that the epoch is over; in the background, with a deadline."""
+        self.epoch += 1
+        if engine.daemon is not None:
+            task = asyncio.create_task(engine.daemon.fence(self._seq, self.epoch, FENCE_TIMEOUT_MS))
+            self._context.background.add(task)
+            task.add_done_callback(self._context.background.discard)
+
+    async def next(self, progress: Progress, *, patience_ms: float) -> Engine | None:
+        """The engine to go on at; waits up to `patience_ms` for one. None: there is none."""
+        registry = self._context.registry
+        deadline = now_ms() + patience_ms
+        while not self._context.stopping:
+            engine = await self._same_engine_at_once()
+            if engine is None:
+                engine = await self._best(self._usable(), progress)
+            if engine is None or engine.health.state == "down":
+                engine = await self._best(self._second_chance(), progress) or engine
+            if engine is not None:
+                return engine
+            left = deadline - now_ms()
+            if left <= 0:
+                return None
+            await registry.wait_for_change(min(left, BUSY_RETRY_MS) / 1000)
+            if patience_ms:
+                self._busy.clear()
+        return None
+
+    async def promote(self, engine: Engine, progress: Progress) -> None:
+        """Fence older writers at the engine's daemon and learn how much of the KV can be loaded there."""
+        self.watermark = 0
+        timeouts = self._context.settings.timeouts
+        if engine.daemon is None:
+            return
+        want = max(0, len(progress.prompt_ids or ()) + len(progress.delivered_ids) - 1)
+        for _ in range(2):
+            request = PromoteRequest(self.epoch, want, timeouts.promote_wait_ms if want else 0)
+            try:
+                promoted = await engine.daemon.promote(self._seq, request, timeouts.probe_ms)
+            except Superseded:
+                held = await engine.daemon.sequence(self._seq, timeouts.probe_ms)
+                self.epoch = max(self.epoch, held.epoch if held else 0) + 1
+                continue
+            if promoted is not None:
+                self.watermark = min(promoted.watermark, want)
+            return
+
+    def _usable(self) -> list[Engine]:
+        return [
+            engine
+            for engine in self._context.registry.serving(self._model)
+            if engine.name not in self._busy and self._may_use(engine)
+        ]
+
+    def _may_use(self, engine: Engine) -> bool:
+        failed = self._failed.get(engine.name)
+        return failed is None or engine.health.recoveries > failed.recoveries
+
+    async def _same_engine_at_once(self) -> Engine | None:
+        """The engine that failed last, once more, after a bare reset: its KV is still there.
+
+        Its daemon must say that it lives, and so must the engine itself: a killed process is gone for its
+        clients a tenth of a second before the kernel has torn down its memory and its daemon can know.
+        """
+        engine = self._retryable()
+        if engine is None:
+            return None
+        self._asked_same = True
+        daemon = engine.health.daemon(now_ms())
+        if daemon is None or daemon.state != "running":
+            return None
+        if not await self._context.registry.answers(engine, self._context.settings.timeouts.probe_ms):
+            return None
+        return engine
+
+    def _second_chance(self) -> list[Engine]:
+        """Engines that failed this request once and have answered a probe since; for want of any other."""
+        chances = []
+        for engine in self._context.registry.serving(self._model):
+            failed = self._failed.get(engine.name)
+            if failed is None or failed.times > 1 or engine.name in self._busy:
+                continue
+            if engine.health.state != "down" and engine.health.probed_ok_ms > failed.at_ms:
+                chances.append(engine)
+        return chances
+
+    def _retryable(self) -> Engine | None:
+        engine = self._last
+        if engine is None or self._asked_same:
+            return None
+        failed = self._failed[engine.name]
+        return engine if failed.transient and failed.times == 1 else None
+
+    async def _best(self, engines: Sequence[Engine], progress: Progress) -> Engine | None:
+        if len(engines) < 2:
+            return engines[0] if engines else None
+        timeout_ms = self._context.settings.timeouts.probe_ms
+        held = await asyncio.gather(*(_held(engine.daemon, self._seq, timeout_ms) for engine in engines))
+        ranked = rank_for_resume(
+            [_candidate(engine, status) for engine, status in zip(engines, held, strict=True)],
+            tokens=len(progress.prompt_ids or ()) + len(progress.delivered_ids),
+            fingerprint=self._last.fingerprint if self._last else "",
+        )
+        return self._context.registry[ranked[0]]
+
+
+async def _held(daemon: DaemonClient | None, seq: str, timeout_ms: int) -> SequenceStatus | None:
+    return await daemon.sequence(seq, timeout_ms) if daemon is not None else None
+
+
+def _candidate(engine: Engine, held: SequenceStatus | None) -> Candidate:
+    replica: Sequence[SequenceStatus] = [held] if held is not None and held.role == "replica" else []
+    return Candidate(
+        name=engine.name,
+        state=engine.health.state,
+        active=len(engine.attempts),
+        fingerprint=engine.fingerprint,
+        watermark=replica[0].watermark if replica else 0,
+        replica_bytes=replica[0].bytes if replica else 0,
+    )

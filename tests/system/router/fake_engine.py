@@ -1,0 +1,371 @@
+"""An OpenAI-compatible engine whose next token is a function of all ids before it.
+
+So an answer that was continued rightly by another fake engine equals the uninterrupted one, token for
+token, and a wrong prompt, a skipped or a repeated token shows. It speaks as vLLM 0.32 does, with its
+traps: characters of several tokens, ids without text, the prompt leaked as text when it was cut inside a
+character, and an empty chunk, an error event and `[DONE]` when it fails. Failures are injected by plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+EOS = 2
+EMOJI = {300: "😀".encode(), 400: "好".encode()}
+CHAR = 1000
+"""Prompt text is one token a character, CHAR + its code point."""
+
+
+def piece(token: int) -> bytes:
+    """The bytes of one token."""
+    if token == EOS:
+        return b""
+    if token >= CHAR:
+        return chr(token - CHAR).encode()
+    for start, encoded in EMOJI.items():
+        if start <= token < start + len(encoded):
+            return encoded[token - start : token - start + 1]
+    return f" w{token}".encode()
+
+
+def next_token(ids: list[int]) -> int:
+    """Deterministic: inside a character its next byte, else by the hash of everything before."""
+    last = ids[-1]
+    for start, encoded in EMOJI.items():
+        if start <= last < start + len(encoded) - 1:
+            return last + 1
+    number = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=4).digest(), "big")
+    kind = number % 100
+    if kind < 30:
+        return 300 if kind < 15 else 400
+    return 10 + number % 180
+
+
+def encode(text: str) -> list[int]:
+    return [CHAR + ord(c) for c in text]
+
+
+def prompt_ids(path: str, body: dict[str, Any]) -> list[int]:
+    """The prompt as ids: given, or the text, or the templated messages."""
+    if path == "/v1/chat/completions":
+        return encode("".join(f"<{m['role']}>{m['content']}" for m in body["messages"]) + "<assistant>")
+    prompt = body["prompt"]
+    return list(prompt) if isinstance(prompt, list) else encode(prompt)
+
+
+def generate(path: str, body: dict[str, Any]) -> tuple[list[int], list[int], str]:
+    """(prompt ids, output ids, finish_reason) of an uninterrupted answer."""
+    prompt = prompt_ids(path, body)
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is None:
+        limit = 16 if path == "/v1/completions" else MODEL_LEN - len(prompt)
+    limit = min(limit, MODEL_LEN - len(prompt))
+    ids = list(prompt)
+    while len(ids) - len(prompt) < limit:
+        token = next_token(ids)
+        if body.get("eos_at") == len(ids) - body.get("eos_base", len(prompt)):
+            token = EOS
+        ids.append(token)
+        if token == EOS:
+            return prompt, ids[len(prompt) :], "stop"
+    return prompt, ids[len(prompt) :], "length"
+
+
+def text_of(ids: list[int]) -> str:
+    """What a client sees of whole characters."""
+    return b"".join(map(piece, ids)).decode("utf-8", errors="ignore")
+
+
+MODEL_LEN = 512
+MODEL = "fake"
+
+
+@dataclass
+class Fault:
+    """What goes wrong in one request, after so many output tokens, or if set after so many events."""
+
+    kind: str
+    after: int = 0
+    events: int | None = None
+    status: int = 500
+    delay_s: float = 0.0
+
+
+@dataclass
+class Seen:
+    """One request as the engine got it."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    aborted: bool = False
+    finished: bool = False
+    sent_tokens: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeEngine:
+    """Serve on a free port. `faults` (may be shared) are used up one a generation."""
+
+    def __init__(
+        self, faults: deque[Fault] | None = None, *, chunk_tokens: int = 1, token_s: float = 0.0
+    ) -> None:
+        self.faults: deque[Fault] = deque() if faults is None else faults
+        self.seen: list[Seen] = []
+        self.healthy = True
+        self.probes_hang = False
+        self.chunk_tokens = chunk_tokens
+        self.token_s = token_s
+        self.arrived = asyncio.Event()
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+        self._transports: set[asyncio.BaseTransport] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, port: int = 0) -> FakeEngine:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/broken", self._broken)
+        app.router.add_route("*", "/v1/echo", self._echo)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def kill(self) -> None:
+        """As SIGKILL does: nothing listens any more and every connection breaks."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+        for transport in tuple(self._transports):
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+        await self.stop()
+
+    async def _health(self, http: web.Request) -> web.Response:
+        if self.probes_hang:
+            await asyncio.sleep(3600)
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": MODEL_LEN}]}
+        )
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        return web.json_response({"tokens": encode((await http.json())["prompt"])})
+
+    async def _echo(self, http: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "method": http.method,
+                "query": http.rel_url.raw_query_string,
+                "body": (await http.read()).decode(),
+            }
+        )
+
+    async def _broken(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b"data: {}\n\n")
+        assert http.transport is not None
+        http.transport.abort()
+        return response
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        seen = Seen(http.path, body, dict(http.headers))
+        self.seen.append(seen)
+        self.arrived.set()
+        transport = http.transport
+        assert transport is not None
+        self._transports.add(transport)
+        fault = self.faults.popleft() if self.faults else Fault("none", after=-1)
+        try:
+            return await self._answer(http, body, fault, seen)
+        except asyncio.CancelledError:
+            seen.aborted = True
+            raise
+        except ConnectionError:
+            seen.aborted = True
+            return web.Response(status=499)
+        finally:
+            self._transports.discard(transport)
+            seen.gone.set()
+
+    async def _answer(
+        self, http: web.Request, body: dict[str, Any], fault: Fault, seen: Seen
+    ) -> web.StreamResponse:
+        if fault.kind == "status":
+            error = {"error": {"message": "injected", "type": "x", "param": None, "code": fault.status}}
+            return web.json_response(error, status=fault.status, headers={"Retry-After": "1"})
+        if fault.kind == "reset":
+            assert http.transport is not None
+            http.transport.abort()
+            return web.Response()
+        if fault.kind == "slow_first":
+            await asyncio.sleep(fault.delay_s)
+        if not body.get("stream"):
+            return await self._whole(http, body, fault)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        events = list(self._events(http.path, body))
+        sent_tokens = 0
+        harmless = fault.kind in ("none", "slow_first")
+        for number, (tokens, event) in enumerate(events):
+            due = sent_tokens >= fault.after if fault.events is None else number >= fault.events
+            if fault.kind.endswith("_after_finish"):
+                due = not event["choices"]
+            if due and not harmless:
+                await self._fail(http, response, fault, event)
+                return response
+            if self.token_s and tokens:
+                await asyncio.sleep(self.token_s)
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            seen.sent_tokens = sent_tokens = sent_tokens + tokens
+        if not harmless:
+            await self._fail(http, response, fault, None)
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        seen.finished = True
+        await response.write_eof()
+        return response
+
+    async def _fail(
+        self, http: web.Request, response: web.StreamResponse, fault: Fault, event: dict[str, Any] | None
+    ) -> None:
+        """Go wrong."""
+        assert http.transport is not None
+        kind = fault.kind.removesuffix("_after_finish")
+        if kind == "die":
+            http.transport.abort()
+        elif kind in ("error_event", "client_fault"):
+            empty = {"id": "x", "object": "y", "created": 1, "model": MODEL}
+            choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": []}
+            choice |= {"delta": {"content": ""}} if "chat" in http.path else {"text": ""}
+            await response.write(b"data: " + json.dumps(empty | {"choices": [choice]}).encode() + b"\n\n")
+            code = 400 if kind == "client_fault" else 500
+            error = {"error": {"message": "EngineDeadError", "type": "x", "param": None, "code": code}}
+            await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        elif kind == "half_chunk":
+            data = b"data: " + json.dumps(event or {"choices": []}).encode()
+            await response.write(data[: len(data) // 2])
+            await asyncio.sleep(0.005)
+            http.transport.abort()
+        elif kind == "half_eof":
+            data = b"data: " + json.dumps(event or {"choices": []}).encode()
+            await response.write(data[: len(data) // 2])
+        elif kind == "malformed":
+            await response.write(b"data: {oops\n\n")
+        elif kind == "shape":
+            await response.write(b'data: {"choices": [{"index": 0, "text": 5, "delta": 7}]}\n\n')
+        elif kind == "not_object":
+            await response.write(b"data: [1]\n\n")
+        elif kind == "silent":
+            await asyncio.sleep(3600)
+        elif kind == "comments":
+            while True:
+                await response.write(b": still here\n\n")
+                await asyncio.sleep(0.02)
+        elif kind == "eof":
+            pass
+        elif kind == "done_without_finish":
+            await response.write(b"data: [DONE]\n\n")
+        else:
+            raise AssertionError(fault.kind)
+        await response.write_eof()
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(output tokens in it, event) of an answer, as vLLM streams it."""
+        prompt, output, finish = generate(path, body)
+        chat = "chat" in path
+        wants = bool(body.get("return_token_ids"))
+        head = {"id": f"id-{self.port}-{len(self.seen)}", "object": "o", "created": self.port, "model": MODEL}
+        options = body.get("stream_options") or {}
+
+        def usage(done: int) -> dict[str, int]:
+            total = len(prompt) + done
+            return {"prompt_tokens": len(prompt), "total_tokens": total, "completion_tokens": done}
+
+        for index in range(body.get("n") or 1):
+            if chat:
+                delta = {"role": "assistant", "content": ""}
+                first: dict[str, Any] = {
+                    "index": index,
+                    "delta": delta,
+                    "finish_reason": None,
+                    "logprobs": None,
+                }
+                extra = {"prompt_token_ids": prompt} if wants else {}
+                yield 0, head | {"choices": [first]} | extra
+            pending = b""
+            leaked = any(s <= prompt[-1] < s + len(e) - 1 for s, e in EMOJI.items())
+            if leaked:
+                pending = b"".join(map(piece, prompt))
+            for start in range(0, len(output), self.chunk_tokens):
+                ids = output[start : start + self.chunk_tokens]
+                last = start + len(ids) == len(output)
+                text = ""
+                for token in ids:
+                    pending += piece(token)
+                    try:
+                        text += pending.decode()
+                        pending = b""
+                    except UnicodeDecodeError:
+                        continue
+                choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+                choice |= {"delta": {"content": text}} if chat else {"text": text}
+                if last:
+                    choice |= {"finish_reason": finish, "stop_reason": None}
+                if wants:
+                    choice["token_ids"] = ids
+                    if start == 0 and not chat:
+                        choice["prompt_token_ids"] = prompt
+                event: dict[str, Any] = {**head, "choices": [choice]}
+                if options.get("continuous_usage_stats"):
+                    event["usage"] = usage(start + len(ids))
+                yield len(ids), event
+        if options.get("include_usage"):
+            yield 0, head | {"choices": [], "usage": usage(len(output))}
+
+    async def _whole(self, http: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
+        _, output, finish = generate(http.path, body)
+        text = text_of(output)
+        choices = []
+        for index in range(body.get("n") or 1):
+            choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+            content = {"message": {"role": "assistant", "content": text}}
+            choices.append(choice | (content if "chat" in http.path else {"text": text}))
+        raw = json.dumps({"id": "whole", "choices": choices}).encode()
+        if fault.kind == "die":
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            response.content_length = len(raw)
+            await response.prepare(http)
+            await response.write(raw[: len(raw) // 2])
+            assert http.transport is not None
+            http.transport.abort()
+            return response
+        return web.Response(body=raw, content_type="application/json")

@@ -1,0 +1,187 @@
+"""An engine's health: what changes it, what does not, and when silence is death."""
+
+from __future__ import annotations
+
+from segue_core.messages.status import EngineStatus
+from segue_router.health import EngineHealth, Wait, is_stalled
+
+LONG_AGO = float("-inf")
+
+
+def up(now: float = 0.0) -> EngineHealth:
+    health = EngineHealth()
+    health.probe_ok(now)
+    assert health.state == "up"
+    return health
+
+
+def said(health: EngineHealth, now: float, state: str = "running", **more: object) -> bool:
+    return health.daemon_said(EngineStatus("e", state, **({"incarnation": 1} | more)), now)  # type: ignore[arg-type]
+
+
+def test_unseen_engines_are_down_until_a_probe() -> None:
+    """Nobody is served by what was never seen."""
+    health = EngineHealth()
+    assert health.state == "down"
+    health.probe_ok(0)
+    assert (health.state, health.recoveries) == ("up", 1)
+
+
+def test_one_reset_is_a_suspicion_a_token_clears_it() -> None:
+    """A reset may be the network's; it never brings an engine down by itself."""
+    health = up()
+    for _ in range(5):
+        health.reset("x")
+        assert health.state == "suspect"
+    health.token()
+    assert health.state == "up"
+
+
+def test_refused_is_down_until_a_good_probe() -> None:
+    """A token of an old stream does not bring it back."""
+    health = up()
+    health.refused("x")
+    health.token()
+    assert health.state == "down"
+    health.probe_ok(1)
+    assert (health.state, health.recoveries) == ("up", 2)
+
+
+def test_probes_fail_twice_before_an_engine_is_down_and_never_while_it_works() -> None:
+    """Busy engines answer late."""
+    health = up()
+    health.probe_failed(5_000, "slow", refused=False, progressed_ms=4_900)
+    assert health.state == "up"
+    said(health, 9_000, running=3, progress_age_ms=10)
+    health.probe_failed(9_100, "slow", refused=False, progressed_ms=LONG_AGO)
+    assert health.state == "up"
+    health.probe_failed(20_000, "slow", refused=False, progressed_ms=LONG_AGO)
+    assert health.state == "suspect"
+    health.probe_failed(21_000, "slow", refused=False, progressed_ms=LONG_AGO)
+    assert health.state == "down"
+    gone = up()
+    gone.probe_failed(1, "refused", refused=True, progressed_ms=0)
+    assert gone.state == "down"
+
+
+def test_a_daemons_word_counts() -> None:
+    """dead and stalled are down at once; back only when the daemon says running."""
+    health = up()
+    assert not said(health, 0)
+    assert said(health, 10, "dead")
+    assert health.state == "down"
+    assert not said(health, 20, "dead"), "the second time it is no news"
+    health.probe_ok(30)
+    assert health.state == "down"
+    said(health, 40, "running", incarnation=2)
+    health.probe_ok(50)
+    assert health.state == "up"
+
+
+def test_a_new_incarnation_ends_the_old_life() -> None:
+    """The death in between was missed."""
+    health = up()
+    said(health, 0)
+    assert said(health, 10, incarnation=2)
+    assert not said(health, 20, incarnation=2)
+
+
+def test_a_restarted_daemon_says_nothing_about_the_engine() -> None:
+    """absent: none registered since it started; streams go on."""
+    health = up()
+    said(health, 0)
+    assert not said(health, 10, "absent", incarnation=0)
+    assert health.state == "up"
+    assert health.daemon(10) is None
+    assert not said(health, 20, incarnation=1)
+
+
+def test_an_old_word_is_forgotten() -> None:
+    """The daemon is gone: the engine is judged as if it had none."""
+    health = up()
+    said(health, 0, "dead")
+    health.probe_ok(500)
+    assert health.state == "down"
+    health.probe_ok(5_000)
+    assert health.state == "up"
+
+
+def test_an_engine_that_stalls_again_and_again_is_kept_out_longer() -> None:
+    """Its /health may say 200 for hours."""
+    health = up()
+    holds = []
+    now = 0.0
+    for _ in range(4):
+        health.stalled(now)
+        start = now
+        while health.state == "down":
+            now += 100
+            health.probe_ok(now)
+        holds.append(now - start)
+    assert holds == sorted(holds)
+    assert holds[-1] >= 8 * holds[0]
+    health.token()
+    health.stalled(now)
+    health.probe_ok(now + 500)
+    assert health.state == "up"
+
+
+def stalled(health: EngineHealth, silent: float, *, first: bool = False, other: float = 1e9) -> bool:
+    """After `silent` ms without a byte; another stream of the engine advanced `other` ms ago."""
+    now = 1e6
+    wait = Wait(now - silent, first_token=first)
+    return is_stalled(
+        wait, health, progressed_ms=now - other, now_ms=now, stall_ms=1_000, first_token_ms=10_000
+    )
+
+
+def test_silence_without_a_daemon() -> None:
+    """A stream is given up if nothing of its engine moves; before the first token much later."""
+    health = up()
+    assert not stalled(health, 900)
+    assert stalled(health, 1_100)
+    assert not stalled(health, 1_100, other=500), "other streams of the engine advance"
+    assert not stalled(health, 9_000, first=True)
+    assert stalled(health, 10_100, first=True)
+    assert stalled(health, 10_100, other=5), "not for ever"
+    health.refused("x")
+    assert stalled(health, 1_100, first=True), "probes say that it is gone"
+
+
+def test_silence_with_a_daemon() -> None:
+    """Its word decides: stalled at once, progress waits."""
+    for state, age, running, silent, first, expected in (
+        ("stalled", 0, 1, 10, False, True),
+        ("dead", 0, 1, 10, True, True),
+        ("running", 0, 1, 5_000, False, False),
+        ("running", 0, 1, 5_000, True, False),
+        ("running", 1_500, 1, 1_100, False, True),
+        ("running", 1_500, 1, 900, False, False),
+        ("running", 1_500, 1, 1_100, True, True),
+        ("running", 0, 0, 1_100, False, True),
+        ("running", 0, 0, 1_100, True, False),
+    ):
+        health = up()
+        said(health, 1e6 - 100, state, running=running, progress_age_ms=age)
+        found = stalled(health, silent, first=first, other=0)
+        assert found is expected, (state, age, running, silent, first)
+
+
+def test_a_daemon_that_went_silent_is_not_believed() -> None:
+    """Then the rules without one hold."""
+    health = up()
+    said(health, 1e6 - 5_000, "running", running=1)
+    assert stalled(health, 1_100)
+
+
+def test_an_answer_in_one_piece_is_not_judged_by_silence() -> None:
+    """It comes at its end, however long that takes, unless the engine is down."""
+    health = up()
+    wait = Wait(0, first_token=True, whole=True)
+
+    def judged() -> bool:
+        return is_stalled(wait, health, progressed_ms=0, now_ms=1e6, stall_ms=1_000, first_token_ms=10_000)
+
+    assert not judged()
+    health.refused("x")
+    assert judged()

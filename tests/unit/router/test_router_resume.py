@@ -1,0 +1,208 @@
+"""How to resume, as a table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from segue_core.messages.request import SegueParams
+from segue_router.request import parse_request
+from segue_router.resume import ByIds, Finish, Plan, Progress, Refuse, Restart, Target, how_to_resume
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BEGUN = Progress(client_has=True, prompt_ids=[1, 2, 3], delivered_ids=[4, 5])
+ROOM = Target(100)
+PARAMS = SegueParams(seq="s", epoch=2, resume=True)
+
+
+def plan(
+    path: str,
+    progress: Progress = BEGUN,
+    target: Target = ROOM,
+    **more: Any,
+) -> Plan:
+    body: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 10}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    body |= more
+    return how_to_resume(parse_request(path, json.dumps(body).encode()), progress, target, PARAMS)
+
+
+REFUSED = [
+    ("n", {"n": 2}),
+    ("n", {"best_of": 3}),
+    ("beam_search", {"use_beam_search": True}),
+    ("echo", {"echo": True}),
+    ("logprobs", {"prompt_logprobs": 1}),
+    ("penalties", {"presence_penalty": 1.0}),
+    ("penalties", {"frequency_penalty": -1}),
+    ("bad_words", {"bad_words": ["a"]}),
+    ("seed", {"seed": 0}),
+    ("seed", {"seed": 1, "temperature": 0.5}),
+    ("stop", {"stop": "x"}),
+    ("stop", {"stop": ["x"]}),
+    ("structured_output", {"response_format": {"type": "json_object"}}),
+    ("structured_output", {"structured_outputs": {"regex": "a"}}),
+    ("structured_output", {"guided_json": {}}),
+    ("truncated_prompt", {"truncate_prompt_tokens": 5}),
+    ("output_state", {"vllm_xargs": {"a": 1}}),
+    ("output_state", {"thinking_token_budget": 5}),
+    ("output_state", {"repetition_detection": {"max_pattern_size": 3}}),
+    ("max_tokens", {"max_tokens": "ten"}),
+    ("max_tokens", {"min_tokens": 1.5}),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("reason", "more"), REFUSED)
+def test_refused(path: str, reason: str, more: dict[str, Any]) -> None:
+    """Where prompt + delivered is another request: refused with its reason; nothing delivered: restarted."""
+    assert plan(path, **more) == Refuse(reason)
+    restart = plan(path, Progress(prompt_ids=[1]), **more)
+    assert isinstance(restart, Restart)
+    assert restart.path == path
+    assert restart.body["kv_transfer_params"]["segue"] == {"seq": "s", "epoch": 2, "resume": True}
+    assert {key: restart.body[key] for key in more} == more
+
+
+CHAT_REFUSED = [
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools", {"functions": [{}]}),
+    ("logprobs", {"logprobs": True}),
+    ("multimodal", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("multimodal", {"modalities": ["text", "audio"]}),
+]
+
+
+@pytest.mark.parametrize(("reason", "more"), CHAT_REFUSED)
+def test_refused_in_chat(reason: str, more: dict[str, Any]) -> None:
+    """Chat has more that is not plain text."""
+    assert plan(CHAT, **more) == Refuse(reason)
+
+
+def test_several_prompts_are_refused() -> None:
+    """Each would be a choice of its own."""
+    assert plan(COMPLETIONS, prompt=["a", "b"]) == Refuse("n")
+    assert plan(COMPLETIONS, prompt=[[1], [2]]) == Refuse("n")
+    assert isinstance(plan(COMPLETIONS, prompt=["a"]), ByIds)
+    assert isinstance(plan(COMPLETIONS, prompt=[1, 2]), ByIds)
+
+
+SAME = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0, "seed": 3},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {"5": 1}},
+    {"stop_token_ids": [3]},
+    {"ignore_eos": True},
+    {"presence_penalty": 0, "frequency_penalty": 0.0},
+    {"n": 1, "stop": [], "bad_words": [], "response_format": {"type": "text"}},
+    {"cache_salt": "x", "priority": 1, "user": "u", "unknown": {"a": 1}},
+    {"tools": [{}], "tool_choice": "none"},
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("more", SAME)
+def test_resumed_by_ids(path: str, more: dict[str, Any]) -> None:
+    """Where it is right: prompt + delivered, the budget reduced, the rest as it was."""
+    found = plan(path, **more)
+    assert isinstance(found, ByIds)
+    assert found.path == COMPLETIONS
+    assert found.body["prompt"] == [1, 2, 3, 4, 5]
+    assert found.body["max_tokens"] == 8
+    assert found.body["stream"] is True
+    assert found.body["return_token_ids"] is True
+    assert "messages" not in found.body
+    for key in ("temperature", "repetition_penalty", "logit_bias", "stop_token_ids", "cache_salt", "unknown"):
+        assert found.body.get(key) == more.get(key)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "length", "left"),
+    [
+        (COMPLETIONS, {"max_tokens": None}, 100, 14),
+        (COMPLETIONS, {"max_tokens": 1000}, 100, 95),
+        (COMPLETIONS, {"max_tokens": 1000}, None, 998),
+        (CHAT, {"max_tokens": None}, 100, 95),
+        (CHAT, {"max_tokens": 50, "max_completion_tokens": 20}, 100, 18),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 20}, None, 18),
+    ],
+)
+def test_budgets(path: str, more: dict[str, Any], length: int | None, left: int) -> None:
+    """Each API's default, its own fields and the model's room."""
+    found = plan(path, target=Target(length), **more)
+    assert isinstance(found, ByIds)
+    assert found.body["max_tokens"] == left
+    assert "max_completion_tokens" not in found.body
+
+
+def test_min_tokens_are_reduced_and_not_below_zero() -> None:
+    """They count output."""
+    found = plan(COMPLETIONS, min_tokens=5)
+    assert isinstance(found, ByIds)
+    assert found.body["min_tokens"] == 3
+    found = plan(COMPLETIONS, min_tokens=1)
+    assert isinstance(found, ByIds)
+    assert found.body["min_tokens"] == 0
+
+
+def test_a_chat_without_any_known_limit_is_refused() -> None:
+    """/v1/completions would stop after 16 tokens."""
+    assert plan(CHAT, target=Target(None), max_tokens=None) == Refuse("unknown_model_length")
+
+
+def test_nothing_left_to_generate_is_a_finish() -> None:
+    """The budget or the model's room is used up."""
+    assert plan(COMPLETIONS, max_tokens=2) == Finish("length")
+    assert plan(COMPLETIONS, target=Target(5)) == Finish("length")
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        (Progress(client_has=True, ids_known=False), Refuse("unknown_token_ids")),
+        (Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], parsed=True), Refuse("parsed_output")),
+        (
+            Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], overflow=True),
+            Refuse("transcript_limit"),
+        ),
+        (
+            Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], whole_characters=False),
+            Refuse("unfinished_character"),
+        ),
+        (Progress(client_has=True, finish_reason="stop"), Finish("stop")),
+        (Progress(client_has=True, finish_reason="stop", closable=False), Refuse("unknown_usage")),
+    ],
+)
+def test_what_is_known_decides(progress: Progress, expected: Plan) -> None:
+    """Without ids, or with parsed output, there is no right way on; a finish needs none."""
+    assert plan(COMPLETIONS, progress) == expected
+
+
+def test_an_unstreamed_request_is_streamed_inside() -> None:
+    """With ids and the engine's own usage; what cannot be assembled again is asked for as it is."""
+    inside = parse_request(CHAT, b'{"messages": [], "stream": false}').engine_body(None)
+    assert inside["stream"] is True
+    assert inside["return_token_ids"] is True
+    assert inside["stream_options"] == {"include_usage": True}
+    for body in (
+        b'{"prompt": "x", "logprobs": 1}',
+        b'{"prompt": "x", "n": 2}',
+        b'{"prompt": "x", "echo": true}',
+    ):
+        request = parse_request(COMPLETIONS, body)
+        assert request.mode == "whole"
+        assert request.engine_body(None) == request.body
+
+
+def test_the_clients_body_is_not_changed() -> None:
+    """A later decision needs it as it was."""
+    body = {"model": "m", "prompt": "x", "stream": True, "kv_transfer_params": {"mine": 1}, "min_tokens": 5}
+    request = parse_request(COMPLETIONS, json.dumps(body).encode())
+    found = how_to_resume(request, BEGUN, Target(100), PARAMS)
+    assert isinstance(found, ByIds)
+    assert found.body["kv_transfer_params"]["mine"] == 1
+    assert request.body == body
