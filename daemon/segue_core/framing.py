@@ -39,7 +39,8 @@ def send_with_fds(connection: socket.socket, message: msgspec.Struct, fds: list[
     """Send one frame on a blocking unix socket, the descriptors with its first byte."""
     frame = encode_frame(message)
     sent = socket.send_fds(connection, [frame], fds) if fds else 0
-    connection.sendall(memoryview(frame)[sent:])
+    if sent < len(frame):  # sending nothing would fail if the other side has answered and closed already
+        connection.sendall(memoryview(frame)[sent:])
 
 
 def recv_with_fds(

@@ -23,6 +23,8 @@ import platform
 import threading
 from pathlib import Path
 
+from segue_core.errors import ProtocolError
+
 PAGE_BYTES = 4096
 FUTEX_WAITERS = 0x8000_0000
 FUTEX_OWNER_DIED = 0x4000_0000
@@ -85,9 +87,9 @@ class LifelineWatch:
     """The daemon's end, over a descriptor that it does not keep."""
 
     def __init__(self, fd: int) -> None:
-        """Map the page read only. Raises ValueError if `fd` is not a page."""
+        """Map the page read only. Raises ProtocolError if `fd` is not a page."""
         if os.fstat(fd).st_size < PAGE_BYTES:
-            raise ValueError("a lifeline is one page")
+            raise ProtocolError("a lifeline is one page")
         self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
         self._libc = ctypes.CDLL(None, use_errno=True)
         # The address of a read-only buffer: ctypes' from_buffer wants a writable one.

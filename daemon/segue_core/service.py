@@ -32,12 +32,14 @@ def error_response(message: str, *, status: int, hint: str = "") -> web.Response
     return json_response(ErrorBody(error=message, hint=hint), status=status)
 
 
-async def start_http(app: web.Application, host: str, port: int, *, what: str) -> tuple[web.AppRunner, int]:
-    """Listen; returns the runner and the port (useful with port 0).
+async def start_http(
+    app: web.Application, host: str, port: int, *, what: str, **options: Any
+) -> tuple[web.AppRunner, int]:
+    """Listen; returns the runner and the port (useful with port 0). `options` are AppRunner's.
 
-    Raises StartupError if the address cannot be used.
+    Raises StartupError if the address cannot be used; `what` names its key in the configuration.
     """
-    runner = web.AppRunner(app, handle_signals=False, access_log=None)
+    runner = web.AppRunner(app, handle_signals=False, access_log=None, **options)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, reuse_address=True)

@@ -102,7 +102,7 @@ class Api:
         body = await _body(request, FenceRequest)
         if isinstance(body, web.Response):
             return body
-        self._daemon.fence(request.match_info["seq"], body.epoch)
+        self._daemon.host.fence(request.match_info["seq"], body.epoch)
         return json_response({"fenced": True})
 
 

@@ -17,6 +17,7 @@ import structlog
 from segue_core.clock import Clock
 from segue_core.errors import ProtocolError
 from segue_core.framing import decode
+from segue_core.lifeline import LifelineWatch
 from segue_core.messages.journal import Record
 from segue_core.messages.local import Register
 from segue_core.ring import Ring, Word
@@ -28,16 +29,20 @@ log = structlog.get_logger()
 MAX_RECORDS_PER_DRAIN = 10_000
 UNREADABLE_NS = 100_000_000
 """A record that cannot be read for this long is not late but broken."""
-FIXED_FDS = 2
-"""Journal and doorbell come before the descriptors of the pages."""
+FIXED_FDS = 3
+"""Journal, doorbell and lifeline come before the descriptors of the pages."""
 
 
 class EngineSession:
-    """An engine process that registered. `fds` are journal, doorbell, then one per geometry handle."""
+    """An engine process that registered. `fds` are journal, doorbell, lifeline, then one per
+    geometry handle."""
 
-    def __init__(self, register: Register, fds: list[int], clock: Clock, *, max_sequences: int) -> None:
+    def __init__(
+        self, register: Register, fds: list[int], pid: int, clock: Clock, *, max_sequences: int
+    ) -> None:
         """Map what the engine exports. Takes over `fds`. Raises ProtocolError or GeometryError."""
         self.register = register
+        self.pid = pid
         self.dead = False
         self.broken_records = 0
         self._clock = clock
@@ -52,6 +57,7 @@ class EngineSession:
             )
         self.ring = Ring(fds[0])
         self.doorbell = fds[1]
+        self.lifeline = LifelineWatch(fds[2])
         self.pages = HostPages(geometry, fds[FIXED_FDS:])
         combined = hashlib.blake2b(register.fingerprint + geometry.digest, digest_size=16).digest()
         self.ledger = Ledger(geometry, combined, max_sequences=max_sequences)
@@ -115,6 +121,7 @@ class EngineSession:
     def close(self) -> None:
         """Let the engine's memory go; safe to call twice."""
         self.dead = True
+        self.lifeline.stopped = True
         self.pages.close()
         self.ring.close()
         while self._fds:

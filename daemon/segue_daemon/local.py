@@ -30,11 +30,13 @@ MAX_CONNECTIONS = 64
 
 
 class Connection:
-    """One accepted connection after its handshake."""
+    """One accepted connection. `pid` is the other process as the kernel names it here, whatever it calls
+    itself in a PID namespace of its own (0: not visible)."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self.reader = reader
         self.writer = writer
+        self.pid = pid
         self.leases: set[int] = set()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -128,13 +130,13 @@ class LocalServer:
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:
-            _check_credentials(accepted)
+            pid = _check_credentials(accepted)
             accepted.settimeout(HANDSHAKE_S)
             body, fds = await asyncio.to_thread(recv_with_fds, accepted, peer="local connection")
             if not body:
                 accepted.close()
                 return
-            hello = await self._handshake(accepted, body, fds)
+            hello = await self._handshake(accepted, body, fds, pid)
         except (ProtocolError, OSError, GeometryError) as error:
             log.warning("local connection refused", reason=str(error))
             accepted.close()
@@ -143,7 +145,7 @@ class LocalServer:
             await self._converse(*hello)
 
     async def _handshake(
-        self, accepted: socket.socket, body: bytes, fds: list[int]
+        self, accepted: socket.socket, body: bytes, fds: list[int], pid: int
     ) -> tuple[Connection, bool] | None:
         """Answer the first frame; (connection, is it a worker) to go on with."""
         refused: Refused | None = None
@@ -159,7 +161,7 @@ class LocalServer:
                     retry=False,
                 )
             accepted.setblocking(False)
-            connection = Connection(*await asyncio.open_unix_connection(sock=accepted))
+            connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid)
             if refused is None and isinstance(message, Register):
                 refused = self._handler.register(message, fds, connection)
         except (ProtocolError, GeometryError) as error:
@@ -224,9 +226,10 @@ def _answer(connection: socket.socket, message: msgspec.Struct, fds: list[int]) 
         log.warning("local connection ended during its handshake", reason=str(error))
 
 
-def _check_credentials(connection: socket.socket) -> None:
-    """Only this user's processes and root's may connect. Raises ProtocolError otherwise."""
+def _check_credentials(connection: socket.socket) -> int:
+    """Only this user's processes and root's may connect. Returns the process id; raises ProtocolError."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(f"process {pid} of user {uid} may not connect")
+    return int(pid)

@@ -39,8 +39,9 @@ from segue_core.messages.peer import (
 )
 from segue_core.service import LISTEN_HINT, listen_problem
 from segue_daemon.arena import Bytes
+from segue_daemon.replicas import Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
-from segue_daemon.store import Refusal, ReplicaStore, Reservation
+from segue_daemon.store import ReplicaStore
 from segue_daemon.wire import encode, recv_bulk_header, recv_into, tune
 
 log = structlog.get_logger()

@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,83 +24,18 @@ from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
 from segue_daemon.arena import Bytes
 from segue_daemon.blocks import Block, BlockPool
 from segue_daemon.deltas import apply_patch, malformed, patch_fits
+from segue_daemon.replicas import (
+    Lease,
+    MatchResult,
+    Refusal,
+    Replica,
+    Reservation,
+    Wanted,
+    new_replica,
+    same_writer,
+)
 
 MAX_FENCES = 100_000
-
-
-@dataclass(eq=False)
-class Replica:
-    """A peer's sequence. `blocks` cover the first `watermark` tokens."""
-
-    seq: str
-    epoch: int
-    incarnation: int
-    writer: str
-    fingerprint: bytes
-    salt: bytes
-    block_size: int
-    block_bytes: int
-    token_ids: bytearray = field(default_factory=bytearray)
-    blocks: list[Block] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    touched_ns: int = 0
-
-    @property
-    def watermark(self) -> int:
-        """Tokens held and verified."""
-        return len(self.token_ids) // TOKEN_BYTES
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a delta is not taken; `watermark` is what is held of the sequence."""
-
-    reason: NackReason
-    watermark: int
-    detail: str = ""
-
-
-@dataclass(eq=False)
-class Reservation:
-    """Room for one delta. `targets` are where the payload goes, part by part, in order: (part, block or
-    None); WHOLE parts go straight into their block, others pass through a buffer."""
-
-    delta: Delta
-    replica: Replica
-    targets: list[tuple[Part, Block | None]]
-    fresh: bool
-
-
-@dataclass(eq=False)
-class Lease:
-    """Blocks pinned for an engine that loads them, until `deadline_ns`."""
-
-    number: int
-    seq: str
-    blocks: list[Block]
-    deadline_ns: int
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """KV that an engine asks for: of `token_ids` (packed u32), in its own block shape."""
-
-    fingerprint: bytes
-    salt: bytes
-    token_ids: bytes
-    block_size: int
-    block_bytes: int
-
-
-@dataclass(frozen=True)
-class MatchResult:
-    """`tokens` tokens can be loaded, from the blocks at `offsets` (first one is block `first_block`)."""
-
-    tokens: int = 0
-    first_block: int = 0
-    offsets: tuple[int, ...] = ()
-    lease: int = 0
-    deadline_ns: int = 0
 
 
 class ReplicaStore:
@@ -130,11 +64,11 @@ class ReplicaStore:
         newest = max(self._fences.get(delta.seq, 0), replica.epoch if replica else 0)
         if delta.epoch < newest:
             return self._refuse(NackReason.FENCED, held, f"epoch {delta.epoch} is below {newest}")
-        fresh = replica is None or not _same_writer(replica, delta)
+        fresh = replica is None or not same_writer(replica, delta)
         if replica is None or fresh:
             if delta.base:
                 return self._refuse(NackReason.GAP, 0)
-            replica = _new_replica(delta, writer)
+            replica = new_replica(delta, writer)
         elif delta.base != replica.watermark:
             return self._refuse(NackReason.GAP, held)
         if not self._keys_fit(replica, delta):
@@ -380,24 +314,6 @@ class ReplicaStore:
                 return False
             replica.keys.append(parent)
         return True
-
-
-def _same_writer(replica: Replica, delta: Delta) -> bool:
-    names = ("epoch", "incarnation", "fingerprint", "salt", "block_size", "block_bytes")
-    return all(getattr(replica, name) == getattr(delta, name) for name in names)
-
-
-def _new_replica(delta: Delta, writer: str) -> Replica:
-    return Replica(
-        seq=delta.seq,
-        epoch=delta.epoch,
-        incarnation=delta.incarnation,
-        writer=writer,
-        fingerprint=delta.fingerprint,
-        salt=delta.salt,
-        block_size=delta.block_size,
-        block_bytes=delta.block_bytes,
-    )
 
 
 def _common_prefix(ours: bytearray, theirs: bytes) -> int:

@@ -16,14 +16,12 @@ import structlog
 from aiohttp import web
 
 import segue_core
-from segue_core.errors import StartupError
 from segue_core.messages.status import RouterStatus
 from segue_core.service import (
-    LISTEN_HINT,
     Handler,
     error_response,
     json_response,
-    listen_problem,
+    start_http,
     until_signalled,
 )
 from segue_router.client import client_error_answer, read_body
@@ -161,35 +159,27 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
     control = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
     registry = Registry(settings, control)
     context = Context(settings, registry, data, control, Metrics(), Stories(settings.limits.max_stories))
-    # handler_cancellation: a client that leaves must stop what runs for it, also while nothing is written.
-    runner = web.AppRunner(
-        make_app(context),
-        handle_signals=False,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=LAST_WORDS_S,
-    )
+    runner: web.AppRunner | None = None
     try:
-        await runner.setup()
-        port = await _listen(runner, settings.listen.host, settings.listen.port)
+        # handler_cancellation: a client that leaves stops what runs for it, also while nothing is written.
+        runner, port = await start_http(
+            make_app(context),
+            settings.listen.host,
+            settings.listen.port,
+            what="listen",
+            handler_cancellation=True,
+            shutdown_timeout=LAST_WORDS_S,
+        )
         registry.start()
         yield context, port
         await _drain(context, runner)
     finally:
-        await runner.cleanup()
+        if runner is not None:
+            await runner.cleanup()
         await registry.stop()
         await settle(context.background)
         await data.close()
         await control.close()
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
-    try:
-        await web.TCPSite(runner, host, port, reuse_address=True).start()
-    except OSError as error:
-        raise StartupError(f"listen: {listen_problem(error, host, port)}", hint=LISTEN_HINT) from error
-    bound: int = runner.addresses[0][1]
-    return bound
 
 
 async def _drain(context: Context, runner: web.AppRunner) -> None:

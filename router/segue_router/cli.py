@@ -26,7 +26,7 @@ a configuration that is enough:
 
 then:
   segue-router --config router.yaml
-  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+  curl http://127.0.0.1:8080/v1/completions -H 'content-type: application/json' \\
        -d '{"model": "my-model", "prompt": "Once upon a time", "stream": true}'
 
 each key can be overridden by an environment variable:

@@ -262,7 +262,7 @@ class Generation:
         if problem := self._no_more_moves(counted):
             return await self._give_up(502, f"{problem}: {failure}", code=failure.cause)
         if not busy:
-            takeover.fence(engine)
+            takeover.next_epoch()
         begun = progress.client_has or (not busy and failure.cause not in UNCOUNTED)
         following = await takeover.next(progress, patience_ms=self._patience_left() if begun else 0)
         if following is None:
@@ -277,6 +277,7 @@ class Generation:
         self._moves += counted
         if not busy:
             await takeover.promote(following, progress)
+            takeover.fence(engine)
         params = takeover.params(following, resume=takeover.epoch > 1)
         target = Target(following.max_model_len(self._request.model))
         plan = how_to_resume(self._request, progress, target, params)

@@ -24,7 +24,7 @@ class ListenSettings(Settings, frozen=True):
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Port = 8000
+    port: Port = 8080
     """Port to listen on; 0 picks a free one, which is printed."""
 
 

@@ -79,9 +79,16 @@ class Takeover:
         self._last = engine
         self._asked_same = not self._retry_same
 
-    def fence(self, engine: Engine) -> None:
-        """Tell the failed engine's daemon that the epoch is over; in the background, with a deadline."""
+    def next_epoch(self) -> None:
+        """Whoever writes on does so under a higher epoch."""
         self.epoch += 1
+
+    def fence(self, engine: Engine) -> None:
+        """Tell the failed engine's daemon that its epoch is over; in the background, with a deadline.
+
+        Only once the next engine's daemon was promoted: until then what the old daemon still has to ship
+        is welcome there.
+        """
         if engine.daemon is not None:
             task = asyncio.create_task(engine.daemon.fence(self._seq, self.epoch, FENCE_TIMEOUT_MS))
             self._context.background.add(task)

@@ -13,7 +13,7 @@ from segue_core.geometry import Geometry
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
-    """Worker to daemon, with file descriptors: journal, doorbell, then one per geometry handle.
+    """Worker to daemon, with file descriptors: journal, doorbell, lifeline, then one per geometry handle.
 
     `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable.
     """

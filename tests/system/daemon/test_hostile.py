@@ -86,6 +86,18 @@ def memfd(nbytes: int) -> int:
     return fd
 
 
+def bell() -> int:
+    return os.eventfd(0)
+
+
+def page() -> int:
+    return memfd(4096)
+
+
+def pages() -> int:
+    return memfd(256)
+
+
 def ring() -> int:
     fd = os.memfd_create("journal")
     Ring(fd, create=4096)
@@ -95,16 +107,32 @@ def ring() -> int:
 @pytest.mark.parametrize(
     ("message", "fds", "reason"),
     [
-        (register_message(version=99), [ring, lambda: os.eventfd(0), lambda: memfd(256)], "protocol"),
-        (register_message(), [ring, lambda: os.eventfd(0)], "file descriptors"),
-        (register_message(), [ring, lambda: os.eventfd(0), lambda: memfd(100)], "100 bytes"),
-        (register_message(), [lambda: memfd(64), lambda: os.eventfd(0), lambda: memfd(256)], "ring"),
-        (register_message(fingerprint=b""), [ring, lambda: os.eventfd(0), lambda: memfd(256)], "16 bytes"),
+        (
+            register_message(version=99),
+            [ring, bell, page, pages],
+            "protocol",
+        ),
+        (register_message(), [ring, bell, page], "file descriptors"),
+        (
+            register_message(),
+            [ring, bell, page, lambda: memfd(100)],
+            "100 bytes",
+        ),
+        (
+            register_message(),
+            [lambda: memfd(64), bell, page, pages],
+            "ring",
+        ),
+        (
+            register_message(fingerprint=b""),
+            [ring, bell, page, pages],
+            "16 bytes",
+        ),
         (
             register_message(
                 geometry=Geometry(4, 2, (256,), (Region(0, 192, (4, 9), (64, 2), 2, ("block", "dim")),))
             ),
-            [ring, lambda: os.eventfd(0), lambda: memfd(256)],
+            [ring, bell, page, pages],
             "outside",
         ),
     ],

@@ -22,9 +22,10 @@ from segue_daemon.differ import Differ
 from segue_daemon.ledger import Changes, Ledger
 from segue_daemon.pages import HostPages
 from segue_daemon.planner import Planner
+from segue_daemon.replicas import Refusal, Wanted
 from segue_daemon.settings import ReplicationSettings
 from segue_daemon.shipment import Shipment
-from segue_daemon.store import Refusal, ReplicaStore, Wanted
+from segue_daemon.store import ReplicaStore
 
 SIZE = 4
 DIM = 24

@@ -1,0 +1,283 @@
+"""The engine beside this daemon, from registration to the release of its memory.
+
+Owns the one engine session there is: takes it in, reads its journal when the doorbell rings, judges its
+progress, hears of its death, ships what is left, and lets its memory go within `salvage_ms`. Tells the links
+what changed and decides nothing about what they send. Invariants: one live engine at a time; a sequence for
+which nobody speaks any more ends at the peers after `ORPHAN_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from segue_core.clock import Clock
+from segue_core.errors import ProtocolError
+from segue_core.lifeline import exiting
+from segue_core.messages.local import Fenced, Refused, Register
+from segue_core.messages.status import EngineState, EngineStatus
+from segue_core.ring import Word
+from segue_daemon.engine import EngineSession
+from segue_daemon.ledger import Changes
+from segue_daemon.link import Link
+from segue_daemon.local import Connection
+from segue_daemon.progress import ProgressJudge, Sample, cpu_ticks
+from segue_daemon.settings import DaemonSettings
+
+log = structlog.get_logger()
+
+SAMPLE_S = 0.05
+"""How often progress is judged; also the longest that a missed doorbell can go unnoticed."""
+LIFELINE_CONFIRM_MS = 1_000
+"""A broken lifeline counts if its process is seen to exit within this time."""
+ORPHAN_S = 60.0
+"""A dead engine's sequences stay restorable at the peers this long."""
+FINGERPRINT_BYTES = 16
+
+
+class EngineHost:
+    """See the module. `links` is filled by the daemon before anything registers."""
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        clock: Clock,
+        links: Sequence[Link],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], None],
+    ) -> None:
+        """`spawn` runs a task that the daemon looks after; `changed` is called at changes of state."""
+        self.session: EngineSession | None = None
+        self._settings = settings
+        self._clock = clock
+        self._links = links
+        self._spawn = spawn
+        self._changed = changed
+        self._worker: Connection | None = None
+        self._judge = self._new_judge()
+        self._verdict: tuple[EngineState, int] = ("absent", 0)
+        self._orphans: dict[tuple[int, str, int], float] = {}
+
+    @property
+    def live(self) -> EngineSession | None:
+        """The session, if its engine lives."""
+        return self.session if self.session is not None and not self.session.dead else None
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
+        """Take an engine in. Raises ProtocolError or GeometryError; `fds` are then still the caller's."""
+        current = self.session
+        if current is not None and not current.dead:
+            if cpu_ticks(current.pid) >= 0 and not exiting(current.pid):
+                return Refused(
+                    f"engine process {current.pid} is registered with this daemon already;"
+                    " start one segue-daemon per engine",
+                    retry=True,
+                )
+            self.died(current)
+        if len(message.fingerprint) != FINGERPRINT_BYTES:
+            raise ProtocolError(f"register: a fingerprint has {FINGERPRINT_BYTES} bytes")
+        limit = self._settings.replication.max_sequences
+        session = EngineSession(message, fds, connection.pid, self._clock, max_sequences=limit)
+        if current is not None:
+            self._unmap(current)
+        self.session = session
+        self._worker = connection
+        self._judge = self._new_judge()
+        self._verdict = ("running", 0)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(session.doorbell, self._doorbell, session)
+        watch = (session, loop)
+        threading.Thread(target=self._watch_lifeline, args=watch, name="segue-lifeline", daemon=True).start()
+        for link in self._links:
+            link.add_engine(session)
+        log.info(
+            "engine registered",
+            engine=message.engine,
+            pid=session.pid,
+            model=message.model,
+            blocks=message.geometry.num_blocks,
+            block_bytes=message.geometry.block_bytes,
+            tails="slot runs" if message.geometry.slot_axis_known else "changed words",
+        )
+        self.drain_and_sleep()
+        self._changed()
+        return None
+
+    def gone(self, connection: Connection) -> None:
+        """A worker's connection ended: its engine is dead or has hung up."""
+        session = self.live
+        if session is not None and self._worker is connection:
+            self.died(session)
+
+    def _watch_lifeline(self, session: EngineSession, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own: report a killed engine before the kernel has torn it down."""
+        if not session.lifeline.wait_broken():
+            return
+        deadline_ns = self._clock.now_ns() + LIFELINE_CONFIRM_MS * 1_000_000
+        while not session.dead and self._clock.now_ns() < deadline_ns:
+            if exiting(session.pid):
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon stops
+                    loop.call_soon_threadsafe(self._lifeline_broke, session)
+                return
+            time.sleep(0.0005)
+
+    def _lifeline_broke(self, session: EngineSession) -> None:
+        if self.live is session:
+            self.died(session)
+
+    def died(self, session: EngineSession) -> None:
+        """The engine process is dead: say so, salvage, let its memory go."""
+        log.warning("engine died", engine=session.register.engine, pid=session.pid)
+        self.drain()
+        session.dead = True
+        asyncio.get_running_loop().remove_reader(session.doorbell)
+        self._worker = None
+        self._verdict = ("dead", 0)
+        for sequence in session.ledger.sequences.values():
+            self._orphan(session, sequence.seq, sequence.epoch)
+        self._changed()
+        self._spawn(self._salvage(session))
+
+    async def _salvage(self, session: EngineSession) -> None:
+        """Ship what peers do not have yet from the mapping that outlived the engine, then unmap."""
+        started_ns = self._clock.now_ns()
+        try:
+            async with asyncio.timeout(self._settings.timeouts.salvage_ms / 1000):
+                for link in self._links:
+                    await link.flushed(session)
+        except TimeoutError:
+            log.warning("salvage ran out of time", engine=session.register.engine)
+        self._unmap(session)
+        released_ms = (self._clock.now_ns() - started_ns) // 1_000_000
+        log.info("engine memory released", engine=session.register.engine, after_ms=released_ms)
+
+    def _unmap(self, session: EngineSession) -> None:
+        for link in self._links:
+            link.drop_engine(session)
+        if not session.dead:
+            asyncio.get_running_loop().remove_reader(session.doorbell)
+        session.close()
+
+    def stop(self) -> None:
+        """The daemon stops: let the engine's memory go."""
+        if self.session is not None:
+            self._unmap(self.session)
+
+    # -- the journal --------------------------------------------------------------------------
+
+    def _doorbell(self, session: EngineSession) -> None:
+        session.hear()
+        self.drain_and_sleep()
+
+    def drain_and_sleep(self) -> None:
+        """Apply the journal, then ask for the doorbell."""
+        session = self.live
+        if session is None:
+            return
+        self.drain()
+        if not session.sleep():
+            self.drain()
+
+    def drain(self) -> None:
+        """Apply the journal and pass on what changed."""
+        session = self.live
+        if session is not None:
+            for changes in session.drain():
+                self._apply(session, changes)
+
+    def _apply(self, session: EngineSession, changes: Changes) -> None:
+        for seq, epoch in changes.forgotten:
+            self._orphan(session, seq, epoch)
+        if self._orphans:
+            for seq in changes.grown:
+                sequence = session.ledger.sequences.get(seq)
+                if sequence is not None:
+                    self._orphans.pop((session.incarnation, seq, sequence.epoch), None)
+        for seq, epoch in changes.ended:
+            self._end(session.incarnation, seq, epoch)
+        for link in self._links:
+            link.note(session, changes)
+
+    def _end(self, incarnation: int, seq: str, epoch: int) -> None:
+        self._orphans.pop((incarnation, seq, epoch), None)
+        for link in self._links:
+            link.end(incarnation, seq, epoch)
+
+    def _orphan(self, session: EngineSession, seq: str, epoch: int) -> None:
+        """Nobody speaks for this sequence now: if that stays so, it is over."""
+        deadline = asyncio.get_running_loop().time() + ORPHAN_S
+        self._orphans[session.incarnation, seq, epoch] = deadline
+
+    def fence(self, seq: str, epoch: int) -> bool:
+        """`seq` goes on elsewhere with `epoch`: stop shipping it, tell the engine. A dead engine writes
+        nothing more; what it left may still be shipped."""
+        session = self.live
+        if session is None or not session.ledger.fence(seq, epoch):
+            return False
+        if self._worker is not None:
+            self._worker.send(Fenced(seq, epoch))
+        log.info("sequence fenced", seq=seq, epoch=epoch)
+        return True
+
+    # -- is it alive? -------------------------------------------------------------------------
+
+    async def watch_progress(self) -> None:
+        """For ever: judge progress, end orphans; also the safety net for a missed doorbell."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self.drain_and_sleep()
+            for key, deadline in list(self._orphans.items()):
+                if deadline < loop.time():
+                    self._end(*key)
+            session = self.live
+            if session is None:
+                continue
+            ring = session.ring
+            verdict = self._judge.judge(
+                Sample(
+                    now_ns=self._clock.now_ns(),
+                    step_begun=ring.get(Word.STEP_BEGUN),
+                    step_committed=ring.get(Word.STEP_COMMITTED),
+                    running=ring.get(Word.RUNNING),
+                    cpu_ticks=cpu_ticks(session.pid),
+                )
+            )
+            before, self._verdict = self._verdict, verdict
+            if verdict[0] != before[0]:
+                log.warning("engine " + verdict[0], engine=session.register.engine, age_ms=verdict[1])
+                self._changed()
+
+    def _new_judge(self) -> ProgressJudge:
+        timeouts = self._settings.timeouts
+        return ProgressJudge(stall_ms=timeouts.stall_ms, step_ms=timeouts.step_ms)
+
+    def status(self) -> EngineStatus:
+        """The engine as seen from here."""
+        session = self.session
+        if session is None:
+            return EngineStatus(engine="", state="absent", detail="no engine has registered yet")
+        state, age_ms = self._verdict
+        live = not session.dead
+        return EngineStatus(
+            engine=session.register.engine,
+            state=state,
+            incarnation=session.incarnation,
+            model=session.register.model,
+            fingerprint=session.ledger.fingerprint.hex(),
+            pid=session.pid,
+            running=session.ring.get(Word.RUNNING) if live else 0,
+            step=session.ledger.step,
+            progress_age_ms=age_ms,
+            sequences=len(session.ledger.sequences) if live else 0,
+            journal_dropped=session.ring.get(Word.DROPPED) if live else 0,
+            journal_broken=session.broken_records,
+        )

@@ -1,0 +1,247 @@
+"""The engine's side of the sidecar, for any torch engine: register pages, say what each step does, load.
+
+    exporter = Exporter(socket_path, engine="a", model="m", fingerprint=..., incarnation=...)
+    exporter.register_pages(kv_tensors, num_blocks=..., block_size=...)
+    each step: exporter.begin(plan); [exporter.load(...)]; run the model; exporter.commit()
+
+`begin` comes before anything is overwritten, `commit` when the step's KV is complete. All calls come from
+the engine's one thread, cost microseconds, wait for nobody and raise nothing: what goes wrong here
+is logged once, and the engine runs on, unprotected.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from segue_core.clock import Clock, MonotonicClock
+from segue_core.errors import GeometryError
+from segue_core.messages import PROTOCOL_VERSION
+from segue_core.messages.journal import Begin
+from segue_core.messages.local import Register
+from segue_core.ring import Word
+from segue_shim.channel import Channel
+from segue_shim.guard import contained, nothing
+from segue_shim.layout import Pages, share_pages
+from segue_shim.loader import Loader
+from segue_shim.options import ExporterOptions
+from segue_shim.plan import Load, LoadResult, StepPlan
+from segue_shim.registrar import Listener, Registrar
+from segue_shim.table import LiveTable
+
+logger = logging.getLogger("segue_shim")
+
+IDLE = StepPlan()
+ANNOUNCE_SHARE = 4
+"""Announcements take at most this part of the free ring, so that the record that holds them fits even
+where the ring's end splits the free room, and the step's own news find room beside them."""
+
+
+class Exporter:
+    """One engine rank's tie to its daemon. Writes each step to the journal; loads from the arena."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        engine: str,
+        model: str,
+        fingerprint: bytes,
+        incarnation: int,
+        options: ExporterOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.broken = False
+        self._path = socket_path
+        self._engine = engine
+        self._model = model
+        self._fingerprint = fingerprint
+        self._incarnation = incarnation
+        self._options = options or ExporterOptions()
+        self._clock = clock or MonotonicClock()
+        self._table = LiveTable()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._registrar: Registrar | None = None
+        self._loader: Loader | None = None
+        self._channel: Channel | None = None
+        # Handed over by the registrar's thread: the newest registration (None: lost), and fenced sequences.
+        self._offers: deque[Channel | None] = deque()
+        self._fenced: deque[tuple[str, int]] = deque(maxlen=4096)
+        self._plan = IDLE
+        self._step = 0
+        self._in_step = False
+
+    @property
+    def registered(self) -> bool:
+        """Whether the engine's steps reach a daemon right now."""
+        offer = self._offers[-1] if self._offers else self._channel
+        return offer is not None and not self.broken
+
+    @contained(lambda: False)
+    def register_pages(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        num_blocks: int,
+        block_size: int,
+        axes: tuple[str, ...] | None = None,
+    ) -> bool:
+        """Share the engine's KV memory and start registering it. False: not understood, unprotected."""
+        try:
+            pages = share_pages(tensors, num_blocks=num_blocks, block_size=block_size, axes=axes)
+        except GeometryError as error:
+            self.refuse(str(error))
+            return False
+        self._start(pages)
+        return True
+
+    def refuse(self, reason: str) -> None:
+        """This engine cannot be protected: say why, once."""
+        logger.warning("segue: the engine runs unprotected: %s", reason)
+
+    def _start(self, pages: Pages) -> None:
+        self._loader = Loader(pages)
+        message = Register(
+            version=PROTOCOL_VERSION,
+            engine=self._engine,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            model=self._model,
+            fingerprint=self._fingerprint,
+            geometry=pages.geometry,
+        )
+        listener = Listener(
+            up=self._offer,
+            down=lambda: self._offers.append(None),
+            fenced=lambda seq, epoch: self._fenced.append((seq, epoch)),
+        )
+        self._registrar = Registrar(self._path, message, pages.fds, listener, self._options)
+        self._registrar.start()
+
+    def _offer(self, channel: Channel) -> None:
+        """From the registrar's thread. What an idle engine has not taken over by now, it never needs."""
+        while self._offers:
+            try:
+                unused = self._offers.popleft()
+            except IndexError:
+                break
+            if unused is not None:
+                unused.close()
+        self._offers.append(channel)
+
+    # -- each step ----------------------------------------------------------------------------
+
+    @contained(nothing)
+    def begin(self, plan: StepPlan) -> None:
+        """A step is about to run as `plan` says: call before anything is overwritten."""
+        self._adopt()
+        self._plan = plan
+        self._step += 1
+        self._in_step = True
+        channel = self._channel
+        if channel is None:
+            self._table.begin(plan, self._step, 0)
+            return
+        ring = channel.ring
+        if ring.get(Word.SNAPSHOT_WANTED):
+            ring.set(Word.SNAPSHOT_WANTED, 0)
+            self._table.announce_all()
+        self._append(channel, self._table.begin(plan, self._step, ring.free() // ANNOUNCE_SHARE))
+        ring.set(Word.RUNNING, plan.running)
+        ring.set(Word.STEP_CHANGED_NS, self._clock.now_ns())
+        ring.set(Word.STEP_BEGUN, self._step)
+
+    @contained(nothing)
+    def commit(self, failed_blocks: Sequence[int] = ()) -> None:
+        """The step is complete. Sequences with `failed_blocks` did not get on: see `LoadResult`."""
+        if not self._in_step:
+            return
+        self._in_step = False
+        record = self._table.commit(self._plan, self._step, failed_blocks)
+        channel = self._channel
+        if channel is None:
+            return
+        self._append(channel, record)
+        channel.ring.set(Word.STEP_CHANGED_NS, self._clock.now_ns())
+        channel.ring.set(Word.STEP_COMMITTED, self._step)
+
+    def _append(self, channel: Channel, record: msgspec.Struct | None) -> None:
+        if record is not None and not channel.append(self._encoder.encode(record)):
+            # Counted in the ring's header. What the daemon missed it hears anew, when there is room.
+            self._table.announce_all()
+
+    def _adopt(self) -> None:
+        """Take over what the registrar's thread has brought since the last step."""
+        while self._offers:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._offers.popleft()
+            self._table.announce_all()
+        while self._fenced:
+            seq, epoch = self._fenced.popleft()
+            self._table.fence(seq, epoch)
+
+    # -- loading ------------------------------------------------------------------------------
+
+    def load(self, loads: Sequence[Load]) -> list[LoadResult]:
+        """Copy replicas into the engine's pages, after `begin` and before the model runs.
+
+        A load whose lease ran out, or whose arena is gone, has failed: its blocks must be computed.
+        """
+        return [self._load(load) or _failed(load) for load in loads]
+
+    @contained(nothing)
+    def _load(self, load: Load) -> LoadResult | None:
+        arena = self._channel.arena if self._channel is not None else None
+        if arena is None or self._loader is None or arena.incarnation != load.daemon:
+            logger.warning("segue: a replica of %d tokens is out of reach, computing instead", load.tokens)
+            return None
+        try:
+            self._loader.copy(arena, load.block_ids, load.extents)
+        except ValueError as error:
+            logger.warning(
+                "segue: a replica of %d tokens does not fit, computing instead: %s", load.tokens, error
+            )
+            return None
+        if self._clock.now_ns() >= load.deadline_ns:
+            logger.warning(
+                "segue: the lease on a replica of %d tokens ran out, computing instead", load.tokens
+            )
+            return None
+        return LoadResult(load.daemon, load.lease, load.tokens, ())
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def give_up(self, reason: str) -> None:
+        """What the engine says is not reliable any more: protect nothing from here on."""
+        if not self.broken:
+            self.broken = True
+            self.refuse(reason)
+            self.on_broken()
+
+    def on_broken(self) -> None:
+        """Look idle and empty to the daemon, but stay connected: hanging up would look like death."""
+        channel = self._channel
+        if channel is not None:
+            channel.append(self._encoder.encode(Begin(self._step, True, b"", (), (), (), ())))
+            channel.ring.set(Word.RUNNING, 0)
+
+    @contained(nothing)
+    def close(self) -> None:
+        """The engine shuts down: hang up."""
+        if self._registrar is not None:
+            self._registrar.close()
+            self._registrar = None
+        self._adopt()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _failed(load: Load) -> LoadResult:
+    return LoadResult(load.daemon, load.lease, 0, load.block_ids)

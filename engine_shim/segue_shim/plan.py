@@ -1,0 +1,79 @@
+"""What one engine step means for the sidecar: made by the engine's scheduler, carried out by its worker.
+
+Plain data that may cross processes. Token ids and block ids are packed little-endian u32 arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+from segue_core.messages.journal import SequenceBegin, SequenceUpdate
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step, in the terms of the journal, before it runs.
+
+    `assigned`: every block that the step may overwrite, whoever owns it. `begun`: sequences that start,
+    resume or go back, as a whole. `computed`: (seq, tokens) that are in memory once the step is complete.
+    `running`: requests that the engine has, protected or not.
+    """
+
+    assigned: bytes = b""
+    begun: tuple[SequenceBegin, ...] = ()
+    updated: tuple[SequenceUpdate, ...] = ()
+    paused: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+    computed: tuple[tuple[str, int], ...] = ()
+    running: int = 0
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A replica to copy into the engine's pages: block `block_ids[i]` from arena offset `extents[i]`.
+
+    `daemon` is the incarnation whose arena the offsets belong to; `tokens` is what the lease is worth.
+    """
+
+    daemon: int
+    lease: int
+    deadline_ns: int
+    tokens: int
+    block_ids: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """What became of a load. `loaded` tokens (0: failed); `failed_blocks` must be computed instead."""
+
+    daemon: int
+    lease: int
+    loaded: int
+    failed_blocks: tuple[int, ...]
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    """Ids as little-endian u32; OverflowError for a value that is not one."""
+    return _little_endian(array("I", values)).tobytes()
+
+
+def unpack_u32(packed: bytes | bytearray) -> list[int]:
+    """The ids in `packed`."""
+    values = array("I")
+    values.frombytes(packed)
+    return _little_endian(values).tolist()
+
+
+def unpack_u64(packed: bytes) -> list[int]:
+    """The u64 values in `packed`, for example arena offsets."""
+    values = array("Q")
+    values.frombytes(packed)
+    return _little_endian(values).tolist()
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,199 @@
+"""Keeps the engine registered with the daemon beside it: connects, registers, listens, and starts again.
+
+A daemon thread with deadlines of its own; the engine never waits for it. Invariant: each registration
+brings a new ring, so that no daemon ever reads a record that was meant for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from segue_core.errors import ProtocolError
+from segue_core.framing import close_fds, decode, recv_with_fds, send_with_fds
+from segue_core.lifeline import Lifeline
+from segue_core.messages.local import Fenced, Refused, Register, Registered, ToEngine
+from segue_shim.channel import Channel
+from segue_shim.loader import Arena
+from segue_shim.options import ExporterOptions
+
+logger = logging.getLogger("segue_shim")
+
+PEER = "segue-daemon"
+MAX_REPLY_BYTES = 1 << 16
+
+
+class Listener(NamedTuple):
+    """Who is told, from the registrar's thread: `up` takes the channel over, `down` gives it up."""
+
+    up: Callable[[Channel], None]
+    down: Callable[[], None]
+    fenced: Callable[[str, int], None]
+
+
+class RefusedError(Exception):
+    """The daemon said no; `retry`: it may say yes later."""
+
+    def __init__(self, reason: str, retry: bool) -> None:
+        super().__init__(reason)
+        self.retry = retry
+
+
+class Registrar:
+    """Registers `message` with `page_fds` at `socket_path` for as long as the engine lives."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        message: Register,
+        page_fds: tuple[int, ...],
+        listener: Listener,
+        options: ExporterOptions,
+    ) -> None:
+        self._path = socket_path
+        self._message = message
+        self._page_fds = page_fds
+        self._listener = listener
+        self._options = options
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._absent = (
+            f"no segue-daemon at {socket_path}: start it there; until then the engine runs unprotected"
+        )
+        self._trouble = ""
+        self._thread = threading.Thread(target=self._run, name="segue-registrar", daemon=True)
+
+    def start(self) -> None:
+        """Begin trying, at once and until `close`."""
+        self._thread.start()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Hang up and stop; safe to call twice."""
+        self._stopped.set()
+        with self._lock:
+            if self._connection is not None:
+                # An error means that it was gone already.
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pause_ms = self._options.retry_min_ms
+        while not self._stopped.is_set():
+            try:
+                registered = self._serve_once()
+            except RefusedError as refusal:
+                self._warn(f"segue-daemon at {self._path} refuses this engine: {refusal}")
+                if not refusal.retry:
+                    return
+                registered = False
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._warn(self._absent)
+                registered = False
+            except (OSError, ProtocolError) as error:
+                self._warn(f"segue-daemon at {self._path} does not register this engine: {error!r}")
+                registered = False
+            except Exception:
+                logger.exception("segue: the registrar failed; the engine runs on, unprotected")
+                return
+            if registered:
+                pause_ms = self._options.retry_min_ms
+            self._stopped.wait(pause_ms / 1000)
+            pause_ms = min(2 * pause_ms, self._options.retry_max_ms)
+
+    def _serve_once(self) -> bool:
+        """One connection from beginning to end. True once it had been registered.
+
+        This thread holds the lifeline meanwhile: if the process is killed, the daemon knows at once.
+        """
+        lifeline = Lifeline()
+        lifeline.hold()
+        try:
+            return self._converse(lifeline)
+        finally:
+            lifeline.let_go()
+
+    def _converse(self, lifeline: Lifeline) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+            with self._lock:
+                self._connection = connection
+            try:
+                channel = self._register(connection, lifeline)
+                self._trouble = ""
+                logger.info("segue: registered with segue-daemon at %s", self._path)
+                arena = channel.arena
+                self._listener.up(channel)
+                try:
+                    if arena is not None:
+                        arena.prefault()
+                        del arena
+                    self._listen(connection)
+                finally:
+                    self._listener.down()
+                    if not self._stopped.is_set():
+                        logger.warning(
+                            "segue: lost segue-daemon at %s: unprotected till it is back", self._path
+                        )
+                        self._trouble = self._absent
+                return True
+            finally:
+                with self._lock:
+                    self._connection = None
+
+    def _register(self, connection: socket.socket, lifeline: Lifeline) -> Channel:
+        """Raises OSError, ProtocolError or RefusedError; TimeoutError is an OSError."""
+        connection.settimeout(self._options.connect_timeout_ms / 1000)
+        connection.connect(self._path)
+        channel = Channel(self._options.ring_bytes)
+        try:
+            fds = [channel.ring_fd, channel.doorbell_fd, lifeline.fd, *self._page_fds]
+            send_with_fds(connection, self._message, fds)
+            connection.settimeout(self._options.reply_timeout_ms / 1000)
+            channel.arena = self._receive_arena(connection)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _receive_arena(self, connection: socket.socket) -> Arena:
+        body, fds = recv_with_fds(connection, peer=PEER, limit=MAX_REPLY_BYTES)
+        try:
+            if not body:
+                raise ProtocolError(f"{PEER}: hung up without an answer")
+            reply = decode(body, ToEngine, peer=PEER)
+            if isinstance(reply, Refused):
+                raise RefusedError(reply.reason, reply.retry)
+            if not isinstance(reply, Registered) or len(fds) != 1:
+                raise ProtocolError(f"{PEER}: answered {type(reply).__name__} with {len(fds)} descriptors")
+            return Arena(fds[0], reply.arena_bytes, reply.incarnation)
+        finally:
+            close_fds(fds)
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Until the daemon hangs up."""
+        connection.settimeout(None)
+        while not self._stopped.is_set():
+            try:
+                body, fds = recv_with_fds(connection, peer=PEER, limit=MAX_REPLY_BYTES)
+            except ConnectionError:
+                return
+            close_fds(fds)
+            if not body:
+                return
+            message = decode(body, ToEngine, peer=PEER)
+            if isinstance(message, Fenced):
+                self._listener.fenced(message.seq, message.epoch)
+            elif isinstance(message, Refused):
+                raise RefusedError(message.reason, message.retry)
+
+    def _warn(self, trouble: str) -> None:
+        """Log a state once, not every attempt that finds it unchanged."""
+        if trouble != self._trouble and not self._stopped.is_set():
+            self._trouble = trouble
+            logger.warning("segue: %s", trouble)

@@ -1,0 +1,134 @@
+"""Every place where the shim leans on vLLM's own names (0.32), so that an upgrade has one file to check.
+
+Reads vLLM's objects, never changes them. What is not recognised counts as "do not protect".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from segue_core.messages.request import SegueParams, parse_params
+from segue_shim.options import ExporterOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+DEFAULT_SOCKET = "/run/segue/daemon.sock"
+LIMITS = ("ring_bytes", "match_timeout_ms", "connect_timeout_ms", "reply_timeout_ms")
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`. `engine` names this engine to its daemon; `fingerprint` is whatever
+    else must agree for KV to be interchangeable, in the operator's own words."""
+
+    socket: str = DEFAULT_SOCKET
+    engine: str = "engine"
+    fingerprint: str = ""
+    ring_bytes: int | None = None
+    match_timeout_ms: int | None = None
+    connect_timeout_ms: int | None = None
+    reply_timeout_ms: int | None = None
+
+    def options(self) -> ExporterOptions:
+        """The limits, with defaults. Raises ValueError for one out of bounds."""
+        given = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
+        return ExporterOptions(**given)
+
+
+def extra_config(vllm_config: VllmConfig) -> ExtraConfig:
+    """Raises ValueError, naming the key, if the operator wrote something that is not understood."""
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    try:
+        return msgspec.convert(raw, ExtraConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config of SegueConnector: {error}") from error
+
+
+def adopt_logging() -> None:
+    """Let the shim's log lines go where vLLM's go."""
+    ours, theirs = logging.getLogger("segue_shim"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+def incarnation(vllm_config: VllmConfig) -> int:
+    """63 bits that are the same in every process of one engine's life, and new in its next life."""
+    identity = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
+
+
+def model_name(vllm_config: VllmConfig) -> str:
+    """What clients call the model."""
+    served = vllm_config.model_config.served_model_name
+    return str(served[0] if isinstance(served, list) and served else served or vllm_config.model_config.model)
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str:
+    """Why this engine's KV cannot be protected; empty if it can."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
+        return (
+            f"{parallel.world_size} ranks and {parallel.data_parallel_size} data-parallel engines:"
+            " only engines of one rank are supported so far"
+        )
+    if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
+        count = 0 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
+        return f"{count} KV cache groups: only models with one are supported so far"
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        return f"KV cache of kind {type(spec).__name__}: only full attention is supported so far"
+    return ""
+
+
+def block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of one block, of the one group that `refusal` lets pass."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def protectable(request: Request) -> SegueParams | None:
+    """The request's Segue parameters if its KV depends on token ids, salt and adapter only."""
+    params = parse_params(request.kv_transfer_params)
+    if (
+        params is None
+        or request.mm_features
+        or request.prompt_embeds is not None
+        or request.prompt_token_ids is None
+        or request.pooling_params is not None
+        or request.resumable
+    ):
+        return None
+    return params
+
+
+def salt(request: Request) -> bytes:
+    """What else the KV depends on: cache salt and adapter, each with its length; empty if neither."""
+    adapter = request.lora_request
+    if request.cache_salt is None and adapter is None:
+        return b""
+    parts = [b"" if request.cache_salt is None else b"s" + request.cache_salt.encode()]
+    if adapter is not None:
+        parts += [adapter.lora_name.encode(), str(adapter.lora_path).encode()]
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def first_blocks(blocks: KVCacheBlocks) -> list[int]:
+    """Block ids of the only group."""
+    return list(blocks.get_block_ids()[0])
+
+
+def known_tokens(request: Request, start: int) -> list[int]:
+    """Ids known from position `start` on."""
+    tokens: Any = request.all_token_ids[start:]
+    return list(tokens)

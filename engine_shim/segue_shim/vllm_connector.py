@@ -1,0 +1,237 @@
+"""vLLM's way in: a KV connector (V1 API, vLLM 0.32) whose replicas live in the daemon beside the engine.
+
+    --kv-transfer-config '{"kv_connector": "SegueConnector",
+                           "kv_connector_module_path": "segue_shim.vllm_connector",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                           "kv_connector_extra_config": {"socket": "/run/segue/a.sock", "engine": "a"}}'
+
+A thin dispatcher: the scheduler's half is in `vllm_scheduler`, the worker's in `vllm_worker`. vLLM makes one
+object for each role. Invariant: no hook raises, and each returns what vLLM can go on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.logger import init_logger
+
+from segue_shim import vllm_compat
+from segue_shim.exporter import Exporter
+from segue_shim.guard import contained, nothing
+from segue_shim.match_client import MatchClient
+from segue_shim.options import ExporterOptions
+from segue_shim.plan import StepPlan
+from segue_shim.vllm_fingerprint import fingerprint
+from segue_shim.vllm_metadata import SegueMetadata, SegueWorkerMetadata
+from segue_shim.vllm_scheduler import SchedulerHalf
+from segue_shim.vllm_worker import IN_PROCESS, WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class SegueConnector(KVConnectorBase_V1):
+    """See the module."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """A configuration that is not understood is one log line, and an engine that runs unprotected."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.broken = False
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._unloaded: set[int] = set()
+        vllm_compat.adopt_logging()
+        if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "segue: set kv_load_failure_policy to recompute: otherwise a replica that cannot be loaded"
+                " fails its request"
+            )
+        try:
+            extra = vllm_compat.extra_config(vllm_config)
+            options = extra.options()
+        except ValueError as error:
+            logger.error("segue: the engine runs unprotected: %s", error)
+            return
+        self._build(vllm_config, role, kv_cache_config, extra, options)
+
+    @contained(nothing)
+    def _build(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+        extra: vllm_compat.ExtraConfig,
+        options: ExporterOptions,
+    ) -> None:
+        refusal = vllm_compat.refusal(vllm_config, kv_cache_config)
+        if refusal and role is KVConnectorRole.SCHEDULER:
+            return  # the worker's half says why
+        incarnation = vllm_compat.incarnation(vllm_config)
+        identity = fingerprint(vllm_config, kv_cache_config, extra.fingerprint)
+        block_size = 0 if refusal else vllm_compat.block_size(kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            client = MatchClient(
+                extra.socket,
+                engine=extra.engine,
+                incarnation=incarnation,
+                fingerprint=identity,
+                block_size=block_size,
+                options=options,
+            )
+            self._scheduler = SchedulerHalf(client, block_size, options, _flush(incarnation))
+            return
+        exporter = Exporter(
+            extra.socket,
+            engine=extra.engine,
+            model=vllm_compat.model_name(vllm_config),
+            fingerprint=identity,
+            incarnation=incarnation,
+            options=options,
+        )
+        num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
+        self._worker = WorkerHalf(exporter, refusal, num_blocks, block_size)
+        IN_PROCESS[incarnation] = self._worker.flush
+
+    def on_broken(self) -> None:
+        """A hook failed: the other half hears of it, through the metadata or the journal."""
+        if self._worker is not None:
+            self._worker.give_up()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Replicas are made on the way: a preempted request owes nobody its KV."""
+        return False
+
+    # -- worker -------------------------------------------------------------------------------
+
+    @contained(nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches)
+
+    @contained(nothing)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Runs first in every step: the place to say what the step overwrites."""
+        if self._worker is not None and isinstance(kv_connector_metadata, SegueMetadata):
+            self._worker.begin(kv_connector_metadata)
+
+    @contained(nothing)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete when `start_load_kv` returns."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """The daemon copies by itself."""
+
+    @contained(nothing)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.commit()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Whatever went wrong, no block counts as loaded that was not."""
+        metadata = self._connector_metadata
+        awaited = metadata.awaited_blocks() if isinstance(metadata, SegueMetadata) else set()
+        failed = self._take_failed_blocks() if awaited else set()
+        return awaited if failed is None else failed
+
+    @contained(nothing)
+    def _take_failed_blocks(self) -> set[int] | None:
+        return self._worker.take_failed_blocks() if self._worker is not None else None
+
+    @contained(nothing)
+    def build_connector_worker_meta(self) -> SegueWorkerMetadata | None:
+        return self._worker.take_results() if self._worker is not None else None
+
+    # -- scheduler ----------------------------------------------------------------------------
+
+    @contained(nothing)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @contained(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            self._unloaded.update(vllm_compat.first_blocks(blocks))
+        self._after_alloc(request, blocks, num_external_tokens)
+
+    @contained(nothing)
+    def _after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegueMetadata:
+        metadata = self._plan_step(scheduler_output)
+        unloaded, self._unloaded = self._unloaded, set()
+        if metadata.broken:
+            metadata.void_blocks = tuple(unloaded)
+        return metadata
+
+    @contained(lambda: SegueMetadata(broken=True))
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> SegueMetadata:
+        if self._scheduler is None:
+            return SegueMetadata()
+        plan, loads = self._scheduler.build(scheduler_output)
+        return SegueMetadata(plan, loads)
+
+    @contained(nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        results = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(results, SegueWorkerMetadata):
+            self._scheduler.worker_done(results.results)
+
+    @contained(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    @contained(nothing)
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _flush(incarnation: int) -> Callable[[StepPlan], bool]:
+    """Carries a plan out at once if the worker's half is in this process, else leaves it be."""
+
+    def flush(plan: StepPlan) -> bool:
+        worker = IN_PROCESS.get(incarnation)
+        if worker is not None:
+            worker(plan)
+        return worker is not None
+
+    return flush

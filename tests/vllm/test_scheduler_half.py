@@ -1,0 +1,224 @@
+"""The scheduler's half, with vLLM's objects in outline: the cases that a whole engine meets too rarely."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from segue_core.clock import ManualClock
+from segue_core.messages.local import Matched
+from segue_shim.options import ExporterOptions
+from segue_shim.plan import StepPlan
+from support.daemon_stub import ids
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 4
+
+
+class Daemon:
+    """In place of the match client: holds `tokens` of everything for `lease_ms`."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock, self.daemon, self.tokens, self.lease_ms = clock, 1, 10, 1000
+        self.asked = 0
+        self.released: list[tuple[int, int]] = []
+
+    def match(self, *, computed: int, limit: int, **question: Any) -> Matched | None:
+        self.asked += 1
+        first, tokens = computed // BLOCK, min(self.tokens, limit)
+        extents = array("Q", range(100 + first, 100 + -(-tokens // BLOCK))).tobytes()
+        deadline = self.clock.now_ns() + self.lease_ms * 1_000_000
+        return Matched(0, tokens, first, extents, self.asked, deadline) if tokens > computed else None
+
+    def release(self, lease: int, loaded: int) -> None:
+        self.released.append((lease, loaded))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1)
+
+
+@pytest.fixture
+def daemon(clock: ManualClock) -> Daemon:
+    return Daemon(clock)
+
+
+@pytest.fixture
+def half(daemon: Daemon, clock: ManualClock) -> Any:
+    from segue_shim.vllm_scheduler import SchedulerHalf
+
+    return SchedulerHalf(daemon, BLOCK, ExporterOptions(), clock=clock)
+
+
+def request(name: str, tokens: int, **segue: Any) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        all_token_ids=list(range(tokens)),
+        num_tokens=tokens,
+        kv_transfer_params={"segue": {"seq": name, "epoch": 1} | segue}
+        if segue.pop("protect", True)
+        else None,
+        mm_features=[],
+        prompt_embeds=None,
+        prompt_token_ids=list(range(tokens)),
+        pooling_params=None,
+        resumable=False,
+        skip_reading_prefix_cache=False,
+        cache_salt=None,
+        lora_request=None,
+    )
+
+
+def step(
+    new: dict[str, tuple[list[int], int]] | None = None,
+    cached: dict[str, tuple[list[int] | None, int]] | None = None,
+    scheduled: int = 1,
+    preempted: tuple[str, ...] = (),
+    resumed: tuple[str, ...] = (),
+) -> Any:
+    """{request: (blocks, computed)} as vLLM's SchedulerOutput."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+            for name, (blocks, computed) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            resumed_req_ids=set(resumed),
+            new_block_ids=[None if blocks is None else (blocks,) for blocks, _ in cached.values()],
+            num_computed_tokens=[computed for _, computed in cached.values()],
+        ),
+        num_scheduled_tokens=dict.fromkeys([*new, *cached], scheduled),
+        scheduled_spec_decode_tokens={},
+        preempted_req_ids=set(preempted),
+    )
+
+
+def plan_of(half: Any, output: Any) -> StepPlan:
+    plan, _ = half.build(output)
+    assert isinstance(plan, StepPlan)
+    return plan
+
+
+def test_a_prefix_hit_on_blocks_that_are_filled_in_the_same_step_does_not_count_yet(half: Any) -> None:
+    """vLLM lets one request use what another computes in this very step; the daemon must not copy it yet."""
+    half.on_new_request(request("a", 10))
+    half.on_new_request(request("b", 10))
+    plan = plan_of(half, step(new={"a": ([1, 2, 3], 0), "b": ([1, 2, 4], 8)}, scheduled=2))
+    assert [begun.computed for begun in plan.begun] == [0, 0]
+    assert plan.computed == (("a", 2), ("b", 10))
+    assert set(ids(plan.assigned)) == {1, 2, 3, 4}
+
+
+def test_an_unprotected_request_shows_its_blocks_only(half: Any) -> None:
+    """So that a copy of a reused block is noticed."""
+    half.on_new_request(request("plain", 10, protect=False))
+    plan = plan_of(half, step(new={"plain": ([5, 6, 7], 4)}))
+    assert ids(plan.assigned) == [6, 7] and plan.begun == () and plan.computed == () and plan.running == 1
+
+
+def test_a_request_taken_back_begins_again_with_less(half: Any) -> None:
+    """After a failed load vLLM lowers what is computed: its blocks are overwritten once more."""
+    half.on_new_request(request("a", 12))
+    plan_of(half, step(new={"a": ([1, 2, 3], 8)}, scheduled=4))
+    plan = plan_of(half, step(cached={"a": (None, 4)}, scheduled=8))
+    assert plan.begun[0].computed == 4 and ids(plan.assigned) == [2, 3] and plan.updated == ()
+
+
+def test_preempted_and_resumed_in_one_step(half: Any) -> None:
+    """As vLLM does when its prefix cache is reset: a new table, from the beginning."""
+    half.on_new_request(request("a", 8))
+    plan_of(half, step(new={"a": ([1, 2], 0)}, scheduled=8))
+    output = step(cached={"a": ([3, 4], 0)}, scheduled=8, preempted=("a",), resumed=("a",))
+    plan = plan_of(half, output)
+    assert ids(plan.begun[0].block_ids) == [3, 4] and plan.paused == ("a",)
+
+
+def test_the_daemon_is_asked_once_while_a_request_waits_for_blocks(half: Any, daemon: Daemon) -> None:
+    """And again only when the lease is about to end."""
+    waiting = request("a", 20, resume=True)
+    half.on_new_request(waiting)
+    assert [half.matched_tokens(waiting, 0) for _ in range(5)] == [10] * 5
+    assert daemon.asked == 1
+    daemon.clock.advance_ms(900)
+    assert half.matched_tokens(waiting, 0) == 10
+    assert daemon.asked == 2 and daemon.released == [(1, 0)]
+
+
+def test_a_lease_goes_back_when_its_request_never_loads(half: Any, daemon: Daemon) -> None:
+    """Aborted while it waited, or served by the engine's own cache."""
+    for name, end in (("a", half.finished), ("b", None)):
+        waiting = request(name, 20, resume=True)
+        half.on_new_request(waiting)
+        half.matched_tokens(waiting, 0)
+        if end is not None:
+            end(name)
+        else:
+            half.after_alloc(waiting, None, 0)
+    assert daemon.released == [(1, 0), (2, 0)]
+
+
+def test_a_load_names_the_daemon_that_answered(half: Any, daemon: Daemon) -> None:
+    """Not the one that another request has found since: its arena holds something else there."""
+    waiting = request("a", 20, resume=True)
+    half.on_new_request(waiting)
+    half.matched_tokens(waiting, 4)
+    daemon.daemon = 2
+    half.after_alloc(waiting, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],)), 6)
+    plan, (load,) = half.build(step(new={"a": ([1, 2, 3, 4, 5], 10)}, scheduled=10))
+    assert load.daemon == 1
+    assert (load.block_ids, load.extents, load.tokens) == ((2, 3), (101, 102), 6)
+    assert plan.begun[0].computed == 4 and ids(plan.assigned) == [2, 3, 4, 5]
+
+
+def test_the_last_token_is_never_loaded(half: Any, daemon: Daemon) -> None:
+    """vLLM needs one to compute, and dies without."""
+    daemon.tokens = 100
+    waiting = request("a", 20, resume=True)
+    half.on_new_request(waiting)
+    assert half.matched_tokens(waiting, 0) == 19
+    assert half.matched_tokens(waiting, 19) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"resume": False},
+        {"skip_reading_prefix_cache": True},
+        {"mm_features": [1]},
+        {"prompt_embeds": object()},
+        {"prompt_token_ids": None},
+    ],
+)
+def test_requests_that_must_not_load_do_not(half: Any, daemon: Daemon, changes: dict[str, Any]) -> None:
+    """Fresh requests, prompt log probabilities, and KV that depends on more than token ids."""
+    waiting = request("a", 20, resume=changes.pop("resume", True))
+    vars(waiting).update(changes)
+    half.on_new_request(waiting)
+    assert half.matched_tokens(waiting, 0) == 0 and daemon.asked == 0
+
+
+def test_drafts_do_not_count_until_they_are_accepted(half: Any) -> None:
+    """KV of a rejected draft is KV of a token that never was."""
+    half.on_new_request(request("a", 10))
+    output = step(new={"a": ([1, 2, 3, 4], 0)}, scheduled=13)
+    output.scheduled_spec_decode_tokens = {"a": [7, 7, 7]}
+    assert plan_of(half, output).computed == (("a", 10),)
+
+
+def test_salts_are_told_apart() -> None:
+    """A cache salt is no adapter, and two parts never run into each other."""
+    from segue_shim.vllm_compat import salt
+
+    def of(cache_salt: str | None, name: str | None = None, path: str = "p") -> bytes:
+        adapter = None if name is None else SimpleNamespace(lora_name=name, lora_path=path)
+        return salt(SimpleNamespace(cache_salt=cache_salt, lora_request=adapter))  # type: ignore[arg-type]
+
+    salts = [of(None), of(""), of("a"), of(None, "a"), of("a", "b"), of(None, "ab", "c"), of(None, "a", "bc")]
+    assert len(set(salts)) == len(salts)
