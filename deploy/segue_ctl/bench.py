@@ -1,0 +1,28 @@
+"""`seguectl bench`: what a failure costs (`gap`) and what Segue costs without one (`overhead`)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from segue_ctl import bench_gap, bench_overhead
+
+_EPILOG = """\
+examples:
+  seguectl bench gap --prompt-tokens 2000 4000 --runs 3
+  seguectl bench overhead --requests 20 --json overhead.json
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `bench` and its parts to the command line."""
+    parser = verbs.add_parser(
+        "bench",
+        help="measure the gap of a failure, or the cost without one",
+        description="Measure Segue on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
+    for part in (bench_gap, bench_overhead):
+        part.add_parser(parts)
