@@ -31,6 +31,7 @@ FUTEX_OWNER_DIED = 0x4000_0000
 FUTEX_TID_MASK = 0x3FFF_FFFF
 FUTEX_WAIT = 0
 PF_EXITING = 0x4
+SIGKILL_MASK = 1 << (9 - 1)
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 WAIT_SLICE_S = 0.5
 
@@ -141,9 +142,17 @@ PAGE_SIZE_OF_PY_BUFFER = 256
 
 
 def exiting(pid: int) -> bool:
-    """Whether process `pid` is on its way out (its main thread has PF_EXITING) or gone."""
+    """Whether process `pid` is on its way out: gone, exiting, or with a SIGKILL that it cannot escape.
+
+    A killed process's main thread may take 10 ms until it runs again and starts to exit; the pending
+    signal is visible at once.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return True
-    return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
+    if fields[0] in "ZX" or int(fields[6]) & PF_EXITING:
+        return True
+    pending = [line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(int(mask, 16) & SIGKILL_MASK for mask in pending)
