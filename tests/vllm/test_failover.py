@@ -1,0 +1,177 @@
+"""Real vLLM, a real model, real processes: the answer after the failure equals the answer without one.
+
+One cluster for the whole file: two engines, a daemon beside each, a router. Times are not judged here (see
+`seguectl bench`); that nothing is lost, repeated, different or recomputed is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from segue_ctl import workload
+from segue_ctl.bench_seam import BLOCK_SIZE, is_good
+from segue_ctl.cluster import Cluster
+from segue_ctl.failure_run import Measured, Question, interrupted, measure, uninterrupted
+from segue_ctl.model import DEFAULT_MODEL_DIR
+from segue_ctl.openai_stream import Answer, StreamFailed
+from segue_ctl.vllm_server import EngineSpec, one_core_each
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(240),
+]
+
+MAX_TOKENS = 70
+
+
+class Stage:
+    """The cluster, a question, and its answer when nothing fails."""
+
+    def __init__(self, cluster: Cluster, chat: list[dict[str, str]], reference: Answer) -> None:
+        self.cluster = cluster
+        self.chat = chat
+        self.reference = reference
+        self._asked = 0
+
+    def question(self) -> Question:
+        """The same question, with a salt of its own so that no cache answers for the engine."""
+        self._asked += 1
+        return Question(self.chat, MAX_TOKENS, f"test-{self._asked}")
+
+    async def fail(self, after_tokens: int, number: signal.Signals = signal.SIGKILL) -> Measured:
+        """Ask, and fail the answering engine after so many tokens."""
+        question = self.question()
+        router = self.cluster.router_url()
+        failed = await interrupted(self.cluster, router, question, after_tokens=after_tokens, number=number)
+        return measure(failed, self.reference, question)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage() -> AsyncIterator[Stage]:
+    specs = [EngineSpec(name, cpus) for name, cpus in zip(("a", "b"), one_core_each(2), strict=True)]
+    overrides = {"timeouts": {"stall_ms": 1500}}
+    cluster = Cluster(
+        specs, model_dir=DEFAULT_MODEL_DIR, daemon_overrides=overrides, router_overrides=overrides
+    )
+    async with cluster:
+        chat = await workload.fitting_chat(cluster, 300)
+        reference = await uninterrupted(cluster, cluster.router_url(), Question(chat, MAX_TOKENS, "ref"))
+        assert len(reference.token_ids) == MAX_TOKENS
+        yield Stage(cluster, chat, reference)
+
+
+def boundary(stage: Stage) -> int:
+    """Tokens delivered when the KV in memory ends exactly at a block's end."""
+    return BLOCK_SIZE - (stage.reference.prompt_tokens - 1) % BLOCK_SIZE
+
+
+@pytest.mark.parametrize("place", ["first token", "block boundary", "inside a tail", "last token"])
+async def test_a_killed_engines_answer_goes_on_unchanged(stage: Stage, place: str) -> None:
+    """SIGKILL to the whole process group, wherever the answer is: same ids, same text, at most two tokens
+    computed again by vLLM's own count; and the restarted engine is protected again."""
+    after = {
+        "first token": 1,
+        "block boundary": boundary(stage),
+        "inside a tail": boundary(stage) + 7,
+        "last token": MAX_TOKENS - 1,
+    }[place]
+    result = await stage.fail(after)
+    assert is_good(result), result
+    assert result.recomputed_tokens <= 2, result
+    assert result.external_tokens >= result.prompt_tokens, result
+    assert result.loaded_bytes > 0
+    await stage.cluster.restart_engine(result.engine)
+
+
+async def test_a_stopped_engines_answer_goes_on_unchanged(stage: Stage) -> None:
+    """SIGSTOP: no socket closes, nothing moves. After the stall time-out the answer goes on elsewhere; the
+    engine is used again once it wakes, and what it does then changes nothing."""
+    result = await stage.fail(20, signal.SIGSTOP)
+    assert is_good(result), result
+    assert result.recomputed_tokens <= 2, result
+    stage.cluster.continue_engine(result.engine)
+    await stage.cluster.wait_router()
+    again = await uninterrupted(stage.cluster, stage.cluster.router_url(), stage.question())
+    assert again.token_ids == stage.reference.token_ids
+
+
+async def ask_whole(stage: Stage, **changes: Any) -> dict[str, Any]:
+    """The question without streaming."""
+    body = stage.question().body(stage.cluster.model) | changes
+    url = f"{stage.cluster.router_url()}/v1/chat/completions"
+    async with stage.cluster.session.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+async def test_a_request_without_streaming_survives_too(stage: Stage) -> None:
+    """It is streamed inside: the client gets one ordinary response, whole and with one usage."""
+    asking = asyncio.create_task(ask_whole(stage))
+    engine = await answering(stage)
+    stage.cluster.kill_engine(engine)
+    answer = await asking
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == stage.reference.text
+    assert choice["finish_reason"] == "length"
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == stage.reference.prompt_tokens
+    assert usage["completion_tokens"] == MAX_TOKENS
+    await stage.cluster.restart_engine(engine)
+
+
+async def answering(stage: Stage) -> str:
+    """The engine whose daemon has seen a sequence get beyond its prompt."""
+    async with asyncio.timeout(60):
+        while True:
+            for name in stage.cluster.specs:
+                async with stage.cluster.session.get(f"{stage.cluster.daemon_url(name)}/status") as response:
+                    status = await response.json()
+                if status["engine"]["sequences"] and any(p["acked_tokens"] for p in status["peers"]):
+                    return name
+            await asyncio.sleep(0.02)
+
+
+async def test_a_daemon_killed_under_load_costs_protection_and_nothing_else(stage: Stage) -> None:
+    """Engines serve on without their daemons; once those are back, answers survive a kill again."""
+    cluster = stage.cluster
+    asking = asyncio.create_task(uninterrupted(cluster, cluster.router_url(), stage.question()))
+    engine = await answering(stage)
+    cluster.kill_daemon(engine)
+    answer = await asking
+    assert answer.token_ids == stage.reference.token_ids
+    await cluster.start_daemon(engine)
+    await cluster.wait_registered(engine)
+    await cluster.wait_linked()
+    result = await stage.fail(25)
+    assert is_good(result), result
+    assert result.recomputed_tokens <= 2, result
+    await cluster.restart_engine(result.engine)
+
+
+async def test_a_killed_router_harms_nobody(stage: Stage) -> None:
+    """Engines abort what nobody reads any more; a new router serves at once."""
+    cluster = stage.cluster
+    asking = asyncio.create_task(uninterrupted(cluster, cluster.router_url(), stage.question()))
+    engine = await answering(stage)
+    cluster.kill_router()
+    with pytest.raises((StreamFailed, aiohttp.ClientError)):
+        await asking
+    async with asyncio.timeout(30):
+        while True:
+            async with cluster.session.get(f"{cluster.daemon_url(engine)}/status") as response:
+                status = await response.json()
+            if not status["engine"]["sequences"] and not status["engine"]["running"]:
+                break
+            await asyncio.sleep(0.02)
+    await cluster.start_router()
+    answer = await uninterrupted(cluster, cluster.router_url(), stage.question())
+    assert answer.token_ids == stage.reference.token_ids
