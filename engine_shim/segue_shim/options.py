@@ -23,7 +23,7 @@ class ExporterOptions:
     retry_min_ms: int = 100
     retry_max_ms: int = 2_000
     """Pause between attempts to register: doubles from the first to the second."""
-    match_timeout_ms: int = 50
+    match_timeout_ms: int = 250
     """How long a resumed request may hold up the scheduler while the daemon looks for its replica."""
     match_pause_ms: int = 1_000
     """After a failure the daemon is not asked, or connected to, again for this long."""

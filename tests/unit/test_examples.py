@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ from segue_ctl.check_config import check
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "deploy" / "config").glob("*.yaml"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```yaml\n(# (?:router|daemon)[^\n]*\.yaml[^\n]*\n.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?P<indent> *)```yaml\n(?P<text> *# (?:router|daemon)[^\n]*\.yaml[^\n]*\n.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
 """A fenced block whose first line is a comment that names the file, such as `# router.yaml`."""
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(textwrap.dedent(block["text"]), id=f"{page.name}-{number}")
     for page in PAGES
     if page.is_file()
-    for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
+    for number, block in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), 1)
 ]
 
 
