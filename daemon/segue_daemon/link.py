@@ -37,6 +37,7 @@ from segue_core.messages.peer import (
 from segue_core.messages.status import PeerStatus
 from segue_daemon.engine import EngineSession
 from segue_daemon.ledger import Changes
+from segue_daemon.placement import holder
 from segue_daemon.settings import DaemonSettings, PeerSettings
 from segue_daemon.shipment import Shipment
 from segue_daemon.wire import encode, send_bulk, tune
@@ -67,6 +68,7 @@ class Link:
         self.free_bytes = 0
         self._address = peer.control
         self._settings = settings
+        self._peers = tuple(peer.name for peer in settings.peers)
         self._hello = Hello(PROTOCOL_VERSION, settings.name, incarnation)
         self._context = context
         self._clock = clock
@@ -87,8 +89,14 @@ class Link:
 
     def add_engine(self, session: EngineSession) -> None:
         """Ship this engine life too."""
-        self._shipments[session.incarnation] = Shipment(session, self._settings.replication)
+        self._shipments[session.incarnation] = self._shipment(session)
         self._wake.set()
+
+    def _shipment(self, session: EngineSession) -> Shipment:
+        return Shipment(session, self._settings.replication, self._holds)
+
+    def _holds(self, seq: str) -> bool:
+        return holder(seq, self._peers) == self.name
 
     def drop_engine(self, session: EngineSession) -> None:
         """Its memory is about to go."""
@@ -236,7 +244,7 @@ class Link:
         else:
             self._ends.clear()
             for incarnation, shipment in list(self._shipments.items()):
-                self._shipments[incarnation] = Shipment(shipment.session, self._settings.replication)
+                self._shipments[incarnation] = self._shipment(shipment.session)
         self.connected = True
         self.detail = ""
         self._logged = ""

@@ -28,7 +28,10 @@ class Ready:
 class Shipment:
     """One engine session on its way to one peer life."""
 
-    def __init__(self, session: EngineSession, settings: ReplicationSettings) -> None:
+    def __init__(
+        self, session: EngineSession, settings: ReplicationSettings, holds: Callable[[str], bool]
+    ) -> None:
+        """`holds(seq)`: whether this peer is to have a replica of `seq`."""
         geometry = session.pages.geometry
         per_token = max(1, geometry.block_bytes // geometry.block_size)
         self.session = session
@@ -45,16 +48,20 @@ class Shipment:
             shadow_bytes=settings.shadow_bytes,
         )
         self.torn = 0
+        self._holds = holds
         self._last_sent: dict[str, int] = {}
         self._rewound_at: dict[str, int] = {}
-        for sequence in session.ledger.sequences.values():
+        for sequence in self._placed():
             self.planner.note(sequence)
+
+    def _placed(self) -> list[Sequence]:
+        return [s for s in self.session.ledger.sequences.values() if self._holds(s.seq)]
 
     def note(self, changes: Changes) -> None:
         """The ledger moved."""
         for seq in changes.grown:
             sequence = self.session.ledger.sequences.get(seq)
-            if sequence is not None:
+            if sequence is not None and self._holds(seq):
                 self.planner.note(sequence)
 
     def next_delta(self, number: int, drain: Callable[[], None]) -> Ready | None:
@@ -115,7 +122,7 @@ class Shipment:
 
     def reconnected(self) -> None:
         """A new link to the same life of the peer: what was not acked may be lost, what was is there."""
-        for sequence in self.session.ledger.sequences.values():
+        for sequence in self._placed():
             progress = self.planner.progress.get(sequence.seq)
             self.rewind(sequence, progress.acked if progress else 0)
 
@@ -143,8 +150,8 @@ class Shipment:
     def lag_tokens(self) -> int:
         """Tokens computed here and not acked there, over all sequences that are sent."""
         total = 0
-        for seq, sequence in self.session.ledger.sequences.items():
-            progress = self.planner.progress.get(seq)
+        for sequence in self._placed():
+            progress = self.planner.progress.get(sequence.seq)
             if not sequence.fenced and not (progress and progress.stopped):
                 total += max(0, sequence.shippable - (progress.acked if progress else 0))
         return total

@@ -26,7 +26,7 @@ def pair() -> Iterator[DaemonSet]:
 
 def engine(daemons: DaemonSet, name: str, incarnation: int = 1, **options: object) -> LightEngine:
     found = LightEngine(daemons[name].socket, name, incarnation=incarnation, **options)  # type: ignore[arg-type]
-    wait_for(lambda: daemons[name].status()["engine"]["state"] == "running", "engine registered")
+    wait_for(lambda: found.exporter.registered, "engine registered")
     return found
 
 
