@@ -280,4 +280,5 @@ class EngineHost:
             sequences=len(session.ledger.sequences) if live else 0,
             journal_dropped=session.ring.get(Word.DROPPED) if live else 0,
             journal_broken=session.broken_records,
+            generation_defaults=session.register.defaults,
         )

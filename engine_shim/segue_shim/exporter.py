@@ -53,6 +53,7 @@ class Exporter:
         model: str,
         fingerprint: bytes,
         incarnation: int,
+        defaults: Mapping[str, float] | None = None,
         options: ExporterOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class Exporter:
         self._model = model
         self._fingerprint = fingerprint
         self._incarnation = incarnation
+        self._defaults = dict(defaults or {})
         self._options = options or ExporterOptions()
         self._clock = clock or MonotonicClock()
         self._table = LiveTable()
@@ -114,6 +116,7 @@ class Exporter:
             model=self._model,
             fingerprint=self._fingerprint,
             geometry=pages.geometry,
+            defaults=self._defaults,
         )
         listener = Listener(
             up=self._offer,

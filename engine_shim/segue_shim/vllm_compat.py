@@ -75,6 +75,13 @@ def model_name(vllm_config: VllmConfig) -> str:
     return str(served[0] if isinstance(served, list) and served else served or vllm_config.model_config.model)
 
 
+def generation_defaults(vllm_config: VllmConfig) -> dict[str, float]:
+    """Sampling parameters that the server sets where a request does not (generation_config.json and
+    `--override-generation-config`): whoever continues a request elsewhere must know them."""
+    found = vllm_config.model_config.get_diff_sampling_param()
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str:
     """Why this engine's KV cannot be protected; empty if it can."""
     parallel = vllm_config.parallel_config

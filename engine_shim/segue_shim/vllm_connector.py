@@ -100,6 +100,7 @@ class SegueConnector(KVConnectorBase_V1):
             model=vllm_compat.model_name(vllm_config),
             fingerprint=identity,
             incarnation=incarnation,
+            defaults=vllm_compat.generation_defaults(vllm_config),
             options=options,
         )
         num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0

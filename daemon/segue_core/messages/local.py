@@ -15,7 +15,8 @@ from segue_core.geometry import Geometry
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     """Worker to daemon, with file descriptors: journal, doorbell, lifeline, then one per geometry handle.
 
-    `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable.
+    `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable. `defaults` are sampling
+    parameters that the engine sets where a request does not.
     """
 
     version: int
@@ -25,6 +26,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     model: str
     fingerprint: bytes
     geometry: Geometry
+    defaults: dict[str, float] = {}
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):

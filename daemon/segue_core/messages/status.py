@@ -18,6 +18,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """An engine as its daemon sees it. `incarnation` changes with each life of the process.
 
     `progress_age_ms`: how long the engine has stood still although it has work (0 when idle).
+    `generation_defaults`: sampling parameters that the engine sets where a request does not.
     """
 
     engine: str
@@ -33,6 +34,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     journal_dropped: int = 0
     journal_broken: int = 0
     detail: str = ""
+    generation_defaults: dict[str, float] = {}
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
