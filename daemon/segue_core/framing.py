@@ -31,7 +31,7 @@ def decode(payload: bytes | memoryview, kind: Any, *, peer: str) -> Any:
     """Decode and validate `payload` as `kind` (a Struct or a union of them)."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{peer}: not a valid message: {error}") from error
 
 

@@ -62,6 +62,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """Position of the axis called `name`, or None."""
         return self.axes.index(name) if name in self.axes else None
 
+    def inner_axes(self) -> list[tuple[str, int, int]]:
+        """(name, length, rank of its stride) of every axis but the block's, in shape order."""
+        order = sorted(set(self.strides), reverse=True)
+        axes = zip(self.axes, self.shape, self.strides, strict=True)
+        return [(name, length, order.index(stride)) for name, length, stride in axes if name != "block"]
+
     def inner(self, skip: tuple[str, ...]) -> list[tuple[int, int]]:
         """(stride, length) of all axes not in `skip`, widest stride first, length-1 axes left out."""
         pairs = [
@@ -215,11 +221,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
         Where blocks lie, and how many there are, is the engine's own affair and not part of it.
         """
-        shape = [
-            (run, len(offsets), region.itemsize, [n for n in region.axes if n != "block"])
-            for region in self.regions
-            for run, offsets in [_runs(region.inner(("block",)), region.itemsize)]
-        ]
+        shape = [(region.itemsize, region.inner_axes()) for region in self.regions]
         encoded = msgspec.msgpack.encode((self.block_size, shape))
         return hashlib.blake2b(encoded, digest_size=16, person=b"segue-geometry").digest()
 

@@ -24,6 +24,7 @@ import threading
 from pathlib import Path
 
 from segue_core.errors import ProtocolError
+from segue_core.shared_memory import check_sealed, seal_size, sealable_memory
 
 PAGE_BYTES = 4096
 FUTEX_WAITERS = 0x8000_0000
@@ -44,8 +45,9 @@ class Lifeline:
     """The engine's end. Create, pass `fd` on, `hold` from the thread that lives as long as the engine."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("segue-lifeline", os.MFD_CLOEXEC)
+        self.fd = sealable_memory("segue-lifeline")
         os.ftruncate(self.fd, PAGE_BYTES)
+        seal_size(self.fd)
         self._map = mmap.mmap(self.fd, PAGE_BYTES)
         self._word = ctypes.c_uint32.from_buffer(self._map)
         self._mutex = ctypes.c_void_p(ctypes.addressof(self._word))
@@ -88,7 +90,8 @@ class LifelineWatch:
     """The daemon's end, over a descriptor that it does not keep."""
 
     def __init__(self, fd: int) -> None:
-        """Map the page read only. Raises ProtocolError if `fd` is not a page."""
+        """Map the page read only. Raises ProtocolError if `fd` is not a page of a fixed size."""
+        check_sealed(fd, "the lifeline")
         if os.fstat(fd).st_size < PAGE_BYTES:
             raise ProtocolError("a lifeline is one page")
         self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
@@ -97,6 +100,7 @@ class LifelineWatch:
         self._view = memoryview(self._map)
         self._address = _address_of(self._view)
         self.stopped = False
+        self.broken = False
 
     def wait_broken(self) -> bool:
         """Block until the lifeline breaks (True), is let go, or `stopped` is set (False). Call it in a
@@ -106,6 +110,7 @@ class LifelineWatch:
             while futex is not None and not self.stopped:
                 word = int.from_bytes(self._view[:4], "little")
                 if word & FUTEX_OWNER_DIED:
+                    self.broken = True
                     return True
                 if not word & FUTEX_TID_MASK:
                     return False

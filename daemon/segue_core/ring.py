@@ -6,13 +6,14 @@ dropped and counted, and the producer announces its sequences anew when there is
 `sleeping` before it waits, and the writer then rings the doorbell (an eventfd) once.
 
 Layout: a header page of little-endian u64 words (see `Word`), then `capacity` bytes of records.
-A record is u32 length, u32 CRC-32 of the payload, payload, padded to 8 bytes; a length of
-0xFFFFFFFF says that the rest up to the end is unused. `head` and `tail` count bytes since the
-start and never wrap.
+A record is u32 length, u32 CRC-32 of the payload (seeded with its position), payload, padded to 8
+bytes; a length of 0xFFFFFFFF says that the rest up to the end is unused. `head` and `tail` count
+bytes since the start and never wrap.
 
 Ordering: the payload is written before `head`. On x86-64 stores are not reordered; on weaker
-machines the CRC turns a record seen too early into "not there yet". The doorbell flag may in
-theory be missed in the store-load window, so a reader never sleeps longer than its poll interval.
+machines the CRC turns a record seen too early into "not there yet" (its seed tells this lap of the
+ring from the last one). The doorbell flag may in theory be missed in the store-load window, so a
+reader never sleeps longer than its poll interval.
 Invariant: whatever the bytes in the ring are, the reader returns a verified payload, None, or raises
 `ProtocolError`; it never reads outside the ring.
 """
@@ -27,7 +28,7 @@ from enum import IntEnum
 from segue_core.errors import ProtocolError
 
 MAGIC = 0x5345_4755_4552_4E47
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 RECORD_HEADER_BYTES = 8
 SKIP = 0xFFFF_FFFF
@@ -127,7 +128,7 @@ class Ring:
         body = start + RECORD_HEADER_BYTES
         self._data[body : body + len(payload)] = payload
         self._put_u32(start, len(payload))
-        self._put_u32(start + 4, zlib.crc32(payload))
+        self._put_u32(start + 4, zlib.crc32(payload, self._position & 0xFFFF_FFFF))
         self._position += need
         self._words[Word.HEAD] = self._position
         return True
@@ -162,7 +163,7 @@ class Ring:
                 raise ProtocolError(f"journal record of {length} bytes does not fit the ring")
             body = start + RECORD_HEADER_BYTES
             payload = bytes(self._data[body : body + length])
-            if zlib.crc32(payload) != self._get_u32(start + 4):
+            if zlib.crc32(payload, self._position & 0xFFFF_FFFF) != self._get_u32(start + 4):
                 return None
             self._advance(need)
             return payload
@@ -174,7 +175,7 @@ class Ring:
 
     def skip(self) -> None:
         """Give up what is unread (it cannot be read) and go on with what is written from now on."""
-        self._position = (self._words[Word.HEAD] + 7) & ~7
+        self._position = self._words[Word.HEAD] & ~7
         self._words[Word.TAIL] = self._position
 
     def _advance(self, count: int) -> None:

@@ -29,6 +29,7 @@ from segue_daemon.receiver import Receiver
 from segue_daemon.replicas import MatchResult, Wanted
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
+from segue_daemon.supervise import supervise
 
 log = structlog.get_logger()
 
@@ -58,9 +59,7 @@ class Daemon:
         self.links: list[Link] = []
         self.host = EngineHost(settings, self._clock, self.links, self._spawn, self._tell_watchers)
         for peer in settings.peers:
-            self.links.append(
-                Link(peer, settings, self.incarnation, self._context, self._clock, self.host.drain)
-            )
+            self.links.append(Link(peer, settings, self.incarnation, self._context, self._clock, self.host))
         self._local = LocalServer(Path(settings.socket), self)
         self._watermark_waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._status_changed = asyncio.Event()
@@ -71,9 +70,9 @@ class Daemon:
         await self._local.start()
         await self.receiver.start()
         for link in self.links:
-            self._spawn(link.run())
-        self._spawn(self.host.watch_progress())
-        self._spawn(self._expire_leases())
+            self._spawn(supervise(f"link to {link.name}", link.run))
+        self._spawn(supervise("progress", self.host.watch_progress))
+        self._spawn(supervise("leases", self._expire_leases))
         self.ready = True
 
     async def stop(self) -> None:

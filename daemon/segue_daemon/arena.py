@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from segue_core.errors import StartupError
+from segue_core.shared_memory import read_only, seal_size, sealable_memory
 
 ALIGNMENT = 64
 Bytes = npt.NDArray[np.uint8]
@@ -28,6 +29,11 @@ class ExtentAllocator:
         self.used = 0
         self._offsets = [0] if self.capacity else []
         self._sizes = [self.capacity] if self.capacity else []
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not taken, in whatever pieces."""
+        return self.capacity - self.used
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a free extent of at least `nbytes`, or None if there is none."""
@@ -72,20 +78,23 @@ def rounded(nbytes: int) -> int:
 
 
 class Arena:
-    """The replica memory. `fd` may be passed on; `bytes` is all of it as (capacity,) uint8."""
+    """The replica memory: `fd` can only be read and may be passed on; `bytes` is (capacity,) uint8."""
 
     def __init__(self, capacity: int) -> None:
         """Reserve and touch `capacity` bytes. Raises StartupError if the host has not that much."""
-        self.fd = os.memfd_create("segue-replicas", os.MFD_CLOEXEC)
+        memory = sealable_memory("segue-replicas")
         try:
-            os.posix_fallocate(self.fd, 0, capacity)
-            self._map = mmap.mmap(self.fd, capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.posix_fallocate(memory, 0, capacity)
+            seal_size(memory)
+            self._map = mmap.mmap(memory, capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.fd = read_only(memory)
         except OSError as error:
-            os.close(self.fd)
             raise StartupError(
                 f"store: cannot reserve {capacity} bytes for replicas: {error.strerror}",
                 hint="set a smaller store.budget_bytes",
             ) from error
+        finally:
+            os.close(memory)
         self.capacity = capacity
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 

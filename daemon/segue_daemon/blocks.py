@@ -45,6 +45,8 @@ class BlockPool:
     def allocate(self, nbytes: int) -> Block | None:
         """A new block, held once; cached blocks make room, least recently used first. None: no room."""
         offset = self._extents.allocate(nbytes)
+        if offset is None and self._extents.free_bytes + self.cached_bytes < nbytes:
+            return None
         while offset is None:
             victim = next((b for b in self._cached.values() if not b.pins), None)
             if victim is None:

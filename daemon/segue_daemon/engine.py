@@ -7,7 +7,6 @@ sequence until the engine has announced it anew.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 
@@ -21,6 +20,7 @@ from segue_core.lifeline import LifelineWatch
 from segue_core.messages.journal import Record
 from segue_core.messages.local import Register
 from segue_core.ring import Ring, Word
+from segue_core.shared_memory import check_sealed
 from segue_daemon.ledger import Changes, Ledger
 from segue_daemon.pages import HostPages
 
@@ -55,8 +55,10 @@ class EngineSession:
                 f"engine {register.engine}: {len(fds)} file descriptors for"
                 f" {len(geometry.handle_bytes)} exported allocations"
             )
+        check_sealed(fds[0], "the journal")
         self.ring = Ring(fds[0])
         self.doorbell = fds[1]
+        os.set_blocking(self.doorbell, False)
         self.lifeline = LifelineWatch(fds[2])
         self.pages = HostPages(geometry, fds[FIXED_FDS:])
         combined = hashlib.blake2b(register.fingerprint + geometry.digest, digest_size=16).digest()
@@ -73,7 +75,7 @@ class EngineSession:
         dropped = self.ring.get(Word.DROPPED)
         if dropped != self._dropped:
             self._dropped = dropped
-            changes.append(self._lost("the journal was full", skip=False))
+            changes.append(self._lost("the journal was full"))
         for _ in range(MAX_RECORDS_PER_DRAIN):
             try:
                 payload = self.ring.read()
@@ -81,7 +83,7 @@ class EngineSession:
                     break
                 changes.append(self.ledger.apply(decode(payload, Record, peer="journal")))
             except (ProtocolError, msgspec.MsgspecError) as error:
-                changes.append(self._lost(str(error), skip=True))
+                changes.append(self._lost(str(error)))
                 break
         if self.ring.unread() > 0 and not self.dead:
             self._watch_unreadable(changes)
@@ -92,14 +94,16 @@ class EngineSession:
         if not self._unreadable_since:
             self._unreadable_since = now
         elif now - self._unreadable_since > UNREADABLE_NS:
-            changes.append(self._lost("a journal record is unreadable", skip=True))
+            changes.append(self._lost("a journal record is unreadable"))
 
-    def _lost(self, reason: str, *, skip: bool) -> Changes:
-        """Records are missing: forget everything and have all sequences announced anew. `skip`: what is
-        unread is of no use."""
-        if skip:
-            self.broken_records += 1
-            self.ring.skip()
+    def _lost(self, reason: str) -> Changes:
+        """Records are missing: forget everything, what is unread too, and have all announced anew.
+
+        Unread records may be older than the missing one: applied now, they would bring back sequences
+        whose blocks belong to somebody else by then.
+        """
+        self.broken_records += 1
+        self.ring.skip()
         self.ring.set(Word.SNAPSHOT_WANTED, 1)
         self._unreadable_since = 0
         log.warning(
@@ -113,10 +117,15 @@ class EngineSession:
         self.ring.set(Word.SLEEPING, 1)
         return self.ring.unread() <= 0
 
-    def hear(self) -> None:
-        """The doorbell rang: reset it."""
-        with contextlib.suppress(BlockingIOError):
+    def hear(self) -> bool:
+        """The doorbell rang: reset it. False if it is no doorbell (any more): do not listen to it."""
+        try:
             os.eventfd_read(self.doorbell)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Let the engine's memory go; safe to call twice."""

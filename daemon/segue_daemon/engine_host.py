@@ -81,19 +81,19 @@ class EngineHost:
                     " start one segue-daemon per engine",
                     retry=True,
                 )
-            self.died(current)
+            self.left(current, dead=True)
         if len(message.fingerprint) != FINGERPRINT_BYTES:
             raise ProtocolError(f"register: a fingerprint has {FINGERPRINT_BYTES} bytes")
         limit = self._settings.replication.max_sequences
         session = EngineSession(message, fds, connection.pid, self._clock, max_sequences=limit)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(session.doorbell, self._doorbell, session)
         if current is not None:
             self._unmap(current)
         self.session = session
         self._worker = connection
         self._judge = self._new_judge()
         self._verdict = ("running", 0)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(session.doorbell, self._doorbell, session)
         watch = (session, loop)
         threading.Thread(target=self._watch_lifeline, args=watch, name="segue-lifeline", daemon=True).start()
         for link in self._links:
@@ -112,10 +112,11 @@ class EngineHost:
         return None
 
     def gone(self, connection: Connection) -> None:
-        """A worker's connection ended: its engine is dead or has hung up."""
+        """A worker's connection ended: its engine is dead, or it lives and has hung up."""
         session = self.live
         if session is not None and self._worker is connection:
-            self.died(session)
+            dying = session.pid != 0 and exiting(session.pid)
+            self.left(session, dead=session.lifeline.broken or dying)
 
     def _watch_lifeline(self, session: EngineSession, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: report a killed engine before the kernel has torn it down."""
@@ -123,7 +124,7 @@ class EngineHost:
             return
         deadline_ns = self._clock.now_ns() + LIFELINE_CONFIRM_MS * 1_000_000
         while not session.dead and self._clock.now_ns() < deadline_ns:
-            if exiting(session.pid):
+            if session.pid == 0 or exiting(session.pid):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon stops
                     loop.call_soon_threadsafe(self._lifeline_broke, session)
                 return
@@ -131,20 +132,26 @@ class EngineHost:
 
     def _lifeline_broke(self, session: EngineSession) -> None:
         if self.live is session:
-            self.died(session)
+            self.left(session, dead=True)
 
-    def died(self, session: EngineSession) -> None:
-        """The engine process is dead: say so, salvage, let its memory go."""
-        log.warning("engine died", engine=session.register.engine, pid=session.pid)
+    def left(self, session: EngineSession, *, dead: bool) -> None:
+        """The engine is gone: say so, let its memory go. Salvage only what is `dead`: a living engine that
+        hung up goes on overwriting its pages, and its journal does not tell any more."""
+        log.warning(
+            "engine died" if dead else "engine hung up", engine=session.register.engine, pid=session.pid
+        )
         self.drain()
         session.dead = True
         asyncio.get_running_loop().remove_reader(session.doorbell)
         self._worker = None
-        self._verdict = ("dead", 0)
+        self._verdict = ("dead" if dead else "absent", 0)
         for sequence in session.ledger.sequences.values():
             self._orphan(session, sequence.seq, sequence.epoch)
         self._changed()
-        self._spawn(self._salvage(session))
+        if dead:
+            self._spawn(self._salvage(session))
+        else:
+            self._unmap(session)
 
     async def _salvage(self, session: EngineSession) -> None:
         """Ship what peers do not have yet from the mapping that outlived the engine, then unmap."""
@@ -174,7 +181,9 @@ class EngineHost:
     # -- the journal --------------------------------------------------------------------------
 
     def _doorbell(self, session: EngineSession) -> None:
-        session.hear()
+        if not session.hear():
+            asyncio.get_running_loop().remove_reader(session.doorbell)
+            log.warning("the doorbell is broken; looking every 50 ms", engine=session.register.engine)
         self.drain_and_sleep()
 
     def drain_and_sleep(self) -> None:
@@ -280,5 +289,6 @@ class EngineHost:
             sequences=len(session.ledger.sequences) if live else 0,
             journal_dropped=session.ring.get(Word.DROPPED) if live else 0,
             journal_broken=session.broken_records,
+            sequences_refused=session.ledger.refused,
             generation_defaults=session.register.defaults,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 import zmq
@@ -48,6 +48,18 @@ MAX_PENDING_ENDS = 100_000
 PING_S = 0.5
 
 
+class EngineSide(Protocol):
+    """What a link needs of the engine's side of the daemon."""
+
+    def drain(self) -> None:
+        """Apply the journal: called after each copy out of the engine's memory."""
+        ...
+
+    def fence(self, seq: str, epoch: int) -> bool:
+        """The peer says that `seq` went on elsewhere with `epoch`."""
+        ...
+
+
 class Link:
     """This daemon's way to one peer."""
 
@@ -58,9 +70,8 @@ class Link:
         incarnation: int,
         context: zmq.asyncio.Context,
         clock: Clock,
-        drain: Callable[[], None],
+        engine: EngineSide,
     ) -> None:
-        """`drain` applies the journal; it is called after each copy out of the engine's memory."""
         self.name = peer.name
         self.connected = False
         self.detail = "not connected yet"
@@ -72,7 +83,7 @@ class Link:
         self._hello = Hello(PROTOCOL_VERSION, settings.name, incarnation)
         self._context = context
         self._clock = clock
-        self._drain = drain
+        self._engine = engine
         self._peer_incarnation = 0
         self._shipments: dict[int, Shipment] = {}
         self._ends: dict[tuple[str, int], End] = {}
@@ -93,14 +104,28 @@ class Link:
         self._wake.set()
 
     def _shipment(self, session: EngineSession) -> Shipment:
-        return Shipment(session, self._settings.replication, self._holds)
+        settings = self._settings.replication
+        # Two deltas fit the peer's window, so that one can be on its way while the other is acked.
+        delta_bytes = min(settings.delta_bytes, self._window // 2) if self._window else settings.delta_bytes
+        block_bytes = session.pages.geometry.block_bytes
+        if self._window and block_bytes > self._window:
+            log.error(
+                "nothing can be replicated: a block is larger than the peer's window",
+                peer=self.name,
+                block_bytes=block_bytes,
+                window_bytes=self._window,
+                hint="raise replication.window_bytes there",
+            )
+        return Shipment(session, settings, delta_bytes, self._holds)
 
     def _holds(self, seq: str) -> bool:
         return holder(seq, self._peers) == self.name
 
     def drop_engine(self, session: EngineSession) -> None:
         """Its memory is about to go."""
-        self._shipments.pop(session.incarnation, None)
+        shipment = self._shipments.get(session.incarnation)
+        if shipment is not None and shipment.session is session:
+            del self._shipments[session.incarnation]
 
     def note(self, session: EngineSession, changes: Changes) -> None:
         """The engine's ledger moved."""
@@ -127,7 +152,7 @@ class Link:
         """Return when nothing of this engine is left to send or to be acked, or the link is down."""
         while self.connected:
             shipment = self._shipments.get(session.incarnation)
-            if shipment is None or not shipment.lag_tokens():
+            if shipment is None or shipment.session is not session or not shipment.lag_tokens():
                 return
             self._progressed.clear()
             await self._progressed.wait()
@@ -145,6 +170,8 @@ class Link:
             in_flight_bytes=self._link_sent - self._consumed if self.connected else 0,
             sent_bytes=self.sent_bytes,
             acked_tokens=sum(p.acked for s in shipments for p in s.planner.progress.values()),
+            torn_copies=sum(s.torn for s in shipments),
+            free_bytes=self.free_bytes,
             detail=self.detail,
         )
 
@@ -195,6 +222,7 @@ class Link:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            self.connected = False
             control.close()
             if bulk is not None:
                 bulk.close()
@@ -257,7 +285,8 @@ class Link:
             self._wake.clear()
             while self._ends:
                 await send_bulk(bulk, self._ends.pop(next(iter(self._ends))))
-            while self._link_sent - self._consumed < self._window:
+            # A delta is at most half the window: with half of it free, the whole is never exceeded.
+            while self._link_sent - self._consumed <= self._window // 2:
                 ready = self._next_ready()
                 if ready is None:
                     break
@@ -272,7 +301,7 @@ class Link:
         if not self._settings.replication.enabled:
             return None
         for shipment in self._shipments.values():
-            ready = shipment.next_delta(self._number + 1, self._drain)
+            ready = shipment.next_delta(self._number + 1, self._engine.drain)
             if ready is not None:
                 self._number += 1
                 return ready.delta, ready.payload
@@ -290,7 +319,7 @@ class Link:
             elif isinstance(message, Pong):
                 self.free_bytes = message.free_bytes
                 for shipment in self._shipments.values():
-                    shipment.retry_refused()
+                    shipment.retry_refused(message.free_bytes)
                 self._wake.set()
 
     def _answered(self, message: Ack | Nack) -> None:
@@ -299,6 +328,8 @@ class Link:
                 shipment.acked(message)
                 continue
             shipment.nacked(message)
+            if message.reason == NackReason.FENCED:
+                self._engine.fence(message.seq, message.epoch + 1)
         if isinstance(message, Nack) and message.reason not in (NackReason.GAP, NackReason.KEY_UNKNOWN):
             log.warning("peer refused", peer=self.name, seq=message.seq, reason=message.reason.name)
 

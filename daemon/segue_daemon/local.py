@@ -22,11 +22,13 @@ from segue_core.errors import GeometryError, ProtocolError, StartupError
 from segue_core.framing import LENGTH, MAX_FRAME_BYTES, close_fds, decode, encode_frame, recv_with_fds
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Match, Refused, Register, Registered, Release, ToDaemon
+from segue_daemon.supervise import supervise
 
 log = structlog.get_logger()
 
 HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 64
+MAX_UNREAD_BYTES = 4 << 20
 
 
 class Connection:
@@ -40,7 +42,10 @@ class Connection:
         self.leases: set[int] = set()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one frame; an engine that does not read is cut off by `drain`'s limit, not waited for."""
+        """Queue one frame. An engine that does not read is cut off, not waited for."""
+        if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.writer.transport.abort()
+            return
         self.writer.write(encode_frame(message))
 
 
@@ -96,7 +101,8 @@ class LocalServer:
         except OSError as error:
             raise StartupError(f"socket: cannot use {folder}: {error.strerror}") from error
         self._listener = self._bind()
-        self._spawn(self._accept(self._listener))
+        listener = self._listener
+        self._spawn(supervise("local accept", lambda: self._accept(listener)))
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -137,7 +143,7 @@ class LocalServer:
                 accepted.close()
                 return
             hello = await self._handshake(accepted, body, fds, pid)
-        except (ProtocolError, OSError, GeometryError) as error:
+        except (ProtocolError, OSError) as error:
             log.warning("local connection refused", reason=str(error))
             accepted.close()
             return
@@ -164,7 +170,7 @@ class LocalServer:
             connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid)
             if refused is None and isinstance(message, Register):
                 refused = self._handler.register(message, fds, connection)
-        except (ProtocolError, GeometryError) as error:
+        except (ProtocolError, GeometryError, OSError, ValueError) as error:
             refused = Refused(str(error), retry=False)
         if refused is not None or connection is None:
             close_fds(fds)
@@ -199,8 +205,7 @@ class LocalServer:
         except ProtocolError as error:
             log.warning("local connection closed", reason=str(error))
         finally:
-            for lease in list(connection.leases):
-                self._handler.release(Release(lease, 0), connection)
+            # Leases are not ended here: a load may be under way. They end at their deadline.
             if worker:
                 self._handler.gone(connection)
             connection.writer.close()

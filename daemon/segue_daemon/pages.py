@@ -6,6 +6,7 @@ engine. Invariant: only bytes that the validated geometry names are read.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import Protocol
@@ -82,7 +83,8 @@ class HostPages:
         self._groups = []
         self._memory = []
         for mapping in self._maps:
-            mapping.close()
+            with contextlib.suppress(BufferError):  # a view is still referenced: it goes with that
+                mapping.close()
         self._maps = []
 
 

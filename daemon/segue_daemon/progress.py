@@ -11,6 +11,9 @@ from pathlib import Path
 
 from segue_core.messages.status import EngineState
 
+PAUSE_NS = 1_000_000_000
+"""A gap between two samples from which on the observer suspects itself."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -38,6 +41,10 @@ class ProgressJudge:
         """(running or stalled, milliseconds without progress; 0 when idle)."""
         last = self._last
         self._last = sample
+        if last is not None and sample.now_ns - last.now_ns > PAUSE_NS:
+            # Nobody looked for a while: this process was paused itself, and perhaps the whole host.
+            self._moved_ns += sample.now_ns - last.now_ns
+            self._stepped_ns += sample.now_ns - last.now_ns
         stepped = last is None or (sample.step_begun, sample.step_committed) != (
             last.step_begun,
             last.step_committed,

@@ -1,8 +1,9 @@
 """The receiving side of the peer channel: takes peers' deltas into the replica store.
 
 Owns the control ROUTER and the bulk listener. Each payload goes straight to where it will stay, is
-verified there, and counts only then. Invariants: a delta without a greeted writer, over its credit, with
-a wrong checksum or a low epoch changes nothing; a writer that is silent for `orphan_s` loses its replicas.
+verified there, and counts only then. Invariants: a delta without a greeted writer, larger than the
+window, with a wrong checksum or a low epoch changes nothing; replicas of a writer that was not heard of for
+`ORPHAN_S` go.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from segue_core.errors import ProtocolError, StartupError
 from segue_core.framing import decode
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
+    MAX_GREETING_BYTES,
     Ack,
     BulkHello,
     Control,
@@ -42,14 +44,28 @@ from segue_daemon.arena import Bytes
 from segue_daemon.replicas import Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
+from segue_daemon.supervise import supervise
 from segue_daemon.wire import encode, recv_bulk_header, recv_into, tune
 
 log = structlog.get_logger()
 
 ORPHAN_S = 60.0
+WATCH_S = 0.5
+SILENT_PERIODS = 5
+"""A writer pings twice a second; silent for so many times `peer_ms`, its link is over."""
 MAX_WRITERS = 1024
 FRAME_DEADLINE_S = 30.0
 DRAIN_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A writer whose link ended at `since_ns`. `untouched_only`: it is back in another life, and only
+    replicas that it has not mentioned since are given up."""
+
+    incarnation: int
+    since_ns: int
+    untouched_only: bool
 
 
 @dataclass(eq=False)
@@ -60,6 +76,7 @@ class Writer:
     identity: bytes
     incarnation: int
     ticket: int
+    heard_ns: int
     consumed: int = 0
     bulk: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -78,6 +95,7 @@ class Receiver:
         changed: Callable[[str], None],
     ) -> None:
         """`changed` is called with the name of each sequence whose watermark moved."""
+        self._orphan_ns = int(ORPHAN_S * 1e9)
         self.corrupt = 0
         self.control_port = 0
         self._settings = settings
@@ -94,9 +112,8 @@ class Receiver:
         self._bulk: socket.socket | None = None
         self._bulk_port = 0
         self._writers: dict[bytes, Writer] = {}
-        self._orphans: dict[str, asyncio.TimerHandle] = {}
+        self._lost: dict[str, Lost] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._buffer: Bytes = np.empty(0, np.uint8)
 
     async def start(self) -> None:
         """Bind both listeners. Raises StartupError if an address cannot be used."""
@@ -119,8 +136,10 @@ class Receiver:
         self._bulk.listen(64)
         self._bulk.setblocking(False)
         self._bulk_port = self._bulk.getsockname()[1]
-        self._spawn(self._serve_control())
-        self._spawn(self._accept(self._bulk))
+        bulk = self._bulk
+        self._spawn(supervise("control", self._serve_control))
+        self._spawn(supervise("bulk accept", lambda: self._accept(bulk)))
+        self._spawn(supervise("lost writers", self._watch_writers))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -130,8 +149,6 @@ class Receiver:
 
     async def stop(self) -> None:
         """Close both listeners and every connection."""
-        for handle in self._orphans.values():
-            handle.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,6 +169,8 @@ class Receiver:
                 if isinstance(message, Hello):
                     await self._greet(identity, message)
                 elif isinstance(message, Ping):
+                    if identity in self._writers:
+                        self._writers[identity].heard_ns = self._clock.now_ns()
                     free = self._capacity - self._store.used_bytes + self._store.cached_bytes
                     await self._reply(identity, Pong(message.number, free))
                 else:
@@ -161,13 +180,20 @@ class Receiver:
 
     async def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.version == PROTOCOL_VERSION:
-            for writer in [w for w in self._writers.values() if w.name == hello.name]:
-                self._forget(writer)
+            now_ns = self._clock.now_ns()
+            for other in [
+                w for w in self._writers.values() if w.name == hello.name or w.identity == identity
+            ]:
+                self._forget(other)
             if len(self._writers) >= MAX_WRITERS:
                 raise ProtocolError(f"control: more than {MAX_WRITERS} writers")
-            writer = Writer(hello.name, identity, hello.incarnation, secrets.randbits(63))
-            self._writers[identity] = writer
-            self._orphan_later(hello.name)
+            self._writers[identity] = Writer(
+                hello.name, identity, hello.incarnation, secrets.randbits(63), now_ns
+            )
+            lost = self._lost.pop(hello.name, None)
+            if lost is not None and lost.incarnation != hello.incarnation:
+                # Another life of the peer: what it does not know any more it will not end either.
+                self._lost[hello.name] = Lost(hello.incarnation, now_ns, untouched_only=True)
         await self._reply(
             identity,
             Welcome(
@@ -186,24 +212,30 @@ class Receiver:
             await self._control.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
 
     def _forget(self, writer: Writer) -> None:
+        """This link is over; the peer may be back under another."""
         self._writers.pop(writer.identity, None)
+        if len(self._lost) < MAX_WRITERS:
+            self._lost[writer.name] = Lost(writer.incarnation, self._clock.now_ns(), untouched_only=False)
         if writer.bulk is not None:
             writer.bulk.cancel()
 
-    def _orphan_later(self, name: str) -> None:
-        """What `name` does not touch from now on within `ORPHAN_S` is given up."""
-        handle = self._orphans.pop(name, None)
-        if handle is not None:
-            handle.cancel()
-        since = self._clock.now_ns()
-        loop = asyncio.get_running_loop()
-        self._orphans[name] = loop.call_later(ORPHAN_S, self._give_up, name, since)
-
-    def _give_up(self, name: str, since_ns: int) -> None:
-        self._orphans.pop(name, None)
-        dropped = self._store.drop_writer(name, since_ns)
-        if dropped:
-            log.warning("replicas of a lost writer dropped", writer=name, replicas=dropped)
+    async def _watch_writers(self) -> None:
+        """Notice who fell silent, and give up what nobody will ever end."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now_ns = self._clock.now_ns()
+            silent_ns = 1_000_000 * self._settings.timeouts.peer_ms * SILENT_PERIODS
+            for writer in list(self._writers.values()):
+                if now_ns - writer.heard_ns > silent_ns:
+                    log.warning("writer is silent", writer=writer.name)
+                    self._forget(writer)
+            for name, lost in list(self._lost.items()):
+                if now_ns - lost.since_ns > self._orphan_ns:
+                    del self._lost[name]
+                    before_ns = lost.since_ns if lost.untouched_only else now_ns + 1
+                    dropped = self._store.drop_writer(name, before_ns)
+                    if dropped:
+                        log.warning("replicas of a lost writer dropped", writer=name, replicas=dropped)
 
     # -- bulk ---------------------------------------------------------------------------------
 
@@ -222,12 +254,15 @@ class Receiver:
         try:
             tune(connection)
             async with asyncio.timeout(FRAME_DEADLINE_S):
-                hello, payload_bytes, _ = await recv_bulk_header(connection, peer=peer)
+                hello, payload_bytes, _ = await recv_bulk_header(
+                    connection, peer=peer, limit=MAX_GREETING_BYTES
+                )
             writer = self._writer_of(hello, payload_bytes, peer)
             writer.bulk = asyncio.current_task()
             peer = writer.name
             while True:
                 message, payload_bytes, header_bytes = await recv_bulk_header(connection, peer=peer)
+                writer.heard_ns = self._clock.now_ns()
                 async with asyncio.timeout(FRAME_DEADLINE_S):
                     await self._take(connection, writer, message, payload_bytes, header_bytes)
         except EOFError:
@@ -237,7 +272,7 @@ class Receiver:
         finally:
             connection.close()
             if writer is not None and self._writers.get(writer.identity) is writer:
-                self._orphan_later(writer.name)
+                self._forget(writer)
 
     def _writer_of(self, hello: object, payload_bytes: int, peer: str) -> Writer:
         if isinstance(hello, BulkHello) and not payload_bytes:
@@ -280,7 +315,7 @@ class Receiver:
 
     async def _receive(self, connection: socket.socket, writer: Writer, delta: Delta) -> int | Refusal:
         """Receive a delta's payload; the new watermark, or why it does not count."""
-        reservation = self._store.reserve(delta, writer.name)
+        reservation = self._store.reserve(delta, writer.name, self._clock.now_ns())
         if isinstance(reservation, Refusal):
             await self._discard(connection, sum(part.nbytes for part in delta.parts))
             return reservation

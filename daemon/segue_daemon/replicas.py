@@ -102,3 +102,9 @@ def new_replica(delta: Delta, writer: str) -> Replica:
         block_size=delta.block_size,
         block_bytes=delta.block_bytes,
     )
+
+
+def holds_kv_of(replica: Replica, wanted: Wanted) -> bool:
+    """Whether the blocks of `replica` are of the kind that `wanted` asks for; ids are compared elsewhere."""
+    names = ("fingerprint", "salt", "block_size", "block_bytes")
+    return all(getattr(replica, name) == getattr(wanted, name) for name in names)

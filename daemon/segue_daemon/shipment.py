@@ -29,28 +29,34 @@ class Shipment:
     """One engine session on its way to one peer life."""
 
     def __init__(
-        self, session: EngineSession, settings: ReplicationSettings, holds: Callable[[str], bool]
+        self,
+        session: EngineSession,
+        settings: ReplicationSettings,
+        delta_bytes: int,
+        holds: Callable[[str], bool],
     ) -> None:
-        """`holds(seq)`: whether this peer is to have a replica of `seq`."""
+        """`holds(seq)`: whether this peer is to have a replica of `seq`. `delta_bytes`: most payload of one
+        delta, unless a single block is larger."""
         geometry = session.pages.geometry
         per_token = max(1, geometry.block_bytes // geometry.block_size)
         self.session = session
         self.planner = Planner(
             block_size=geometry.block_size,
             sync_every_tokens=settings.sync_every_tokens,
-            delta_tokens=settings.delta_bytes // per_token,
+            delta_tokens=delta_bytes // per_token,
         )
         self.differ = Differ(
             session.ledger,
             session.pages,
             incarnation=session.incarnation,
-            delta_bytes=settings.delta_bytes,
+            delta_bytes=delta_bytes,
             shadow_bytes=settings.shadow_bytes,
         )
         self.torn = 0
         self._holds = holds
         self._last_sent: dict[str, int] = {}
         self._rewound_at: dict[str, int] = {}
+        self._rewinds: dict[str, int] = {}
         for sequence in self._placed():
             self.planner.note(sequence)
 
@@ -90,6 +96,7 @@ class Shipment:
         if progress is None or progress.epoch != ack.epoch:
             return
         before = progress.acked
+        self._rewinds.pop(ack.seq, None)
         self.planner.acked(ack.seq, ack.epoch, ack.watermark)
         sequence = self.session.ledger.sequences.get(ack.seq)
         if sequence is not None:
@@ -105,14 +112,16 @@ class Shipment:
         if nack.reason in STOPPING:
             self.planner.stop(nack.seq, nack.epoch, nack.reason.name.lower())
             self.differ.forget(nack.seq)
-            if nack.reason == NackReason.FENCED:
-                self.session.ledger.fence(nack.seq, nack.epoch + 1)
             return
         if nack.number <= self._rewound_at.get(nack.seq, 0):
             return  # sent before the last rewind: answered already
         if nack.reason == NackReason.KEY_UNKNOWN:
             self.differ.drop_keys(sequence.keys)
         self._rewound_at[nack.seq] = self._last_sent.get(nack.seq, 0)
+        self._rewinds[nack.seq] = self._rewinds.get(nack.seq, 0) + 1
+        if self._rewinds[nack.seq] > MAX_REWINDS:
+            self.planner.stop(nack.seq, nack.epoch, RETRY_LATER)
+            return
         self.rewind(sequence, nack.watermark)
 
     def rewind(self, sequence: Sequence, watermark: int) -> None:
@@ -126,19 +135,27 @@ class Shipment:
             progress = self.planner.progress.get(sequence.seq)
             self.rewind(sequence, progress.acked if progress else 0)
 
-    def retry_refused(self) -> None:
-        """The peer may have room again."""
+    def retry_refused(self, free_bytes: int) -> None:
+        """Called at each sign of life with the peer's room: try again what it refused for now."""
+        retried = 0
         for seq, progress in list(self.planner.progress.items()):
             sequence = self.session.ledger.sequences.get(seq)
-            if progress.stopped == NackReason.NO_ROOM.name.lower() and sequence is not None:
-                progress.stopped = ""
-                self.rewind(sequence, progress.acked)
+            if sequence is None or progress.stopped not in (NO_ROOM, RETRY_LATER):
+                continue
+            if progress.stopped == NO_ROOM and free_bytes < self.differ.block_bytes:
+                continue
+            progress.stopped = ""
+            self.rewind(sequence, progress.acked)
+            retried += 1
+            if retried == MAX_RETRIES_AT_ONCE:
+                return
 
     def forget(self, seq: str) -> bool:
         """The sequence is over; whether the peer has something of it."""
         self.differ.forget(seq)
         self._last_sent.pop(seq, None)
         self._rewound_at.pop(seq, None)
+        self._rewinds.pop(seq, None)
         progress = self.planner.forget(seq)
         return progress is not None and progress.sent > 0
 
@@ -157,4 +174,9 @@ class Shipment:
         return total
 
 
-STOPPING = (NackReason.FENCED, NackReason.NO_ROOM, NackReason.MALFORMED)
+STOPPING = (NackReason.FENCED, NackReason.NO_ROOM, NackReason.MALFORMED, NackReason.CORRUPT)
+NO_ROOM = NackReason.NO_ROOM.name.lower()
+RETRY_LATER = NackReason.CORRUPT.name.lower()
+MAX_REWINDS = 8
+"""Rewinds of one sequence without an ack in between; after that it waits for the next sign of life."""
+MAX_RETRIES_AT_ONCE = 16

@@ -31,6 +31,7 @@ from segue_daemon.replicas import (
     Replica,
     Reservation,
     Wanted,
+    holds_kv_of,
     new_replica,
     same_writer,
 )
@@ -54,7 +55,7 @@ class ReplicaStore:
 
     # -- taking deltas ------------------------------------------------------------------------
 
-    def reserve(self, delta: Delta, writer: str) -> Reservation | Refusal:
+    def reserve(self, delta: Delta, writer: str, now_ns: int = 0) -> Reservation | Refusal:
         """Check `delta` and find room for it. A reservation must be committed or cancelled."""
         replica = self.replicas.get(delta.seq)
         held = replica.watermark if replica else 0
@@ -70,6 +71,7 @@ class ReplicaStore:
                 return self._refuse(NackReason.GAP, 0)
             replica = new_replica(delta, writer)
         elif delta.base != replica.watermark:
+            replica.touched_ns = now_ns
             return self._refuse(NackReason.GAP, held)
         if not self._keys_fit(replica, delta):
             return self._refuse(NackReason.MALFORMED, held, "content keys do not fit the token ids")
@@ -210,7 +212,7 @@ class ReplicaStore:
             blocks.append(block)
         tokens = len(blocks) * size
         replica = self.replicas.get(seq)
-        if replica and (replica.fingerprint, replica.salt) == (wanted.fingerprint, wanted.salt):
+        if replica and holds_kv_of(replica, wanted):
             agreed = min(_common_prefix(replica.token_ids, ids), limit)
             if agreed > tokens:
                 tokens = agreed
@@ -252,14 +254,14 @@ class ReplicaStore:
 
     def promote(self, seq: str, epoch: int) -> int | None:
         """From now on only writers with `epoch` or higher. Returns the watermark held, None if a fence
-        as high stands already (somebody else was promoted)."""
-        if self._fences.get(seq, 0) >= epoch:
+        as high stands already (somebody else was promoted, or writes)."""
+        replica = self.replicas.get(seq)
+        if max(self._fences.get(seq, 0), replica.epoch if replica else 0) >= epoch:
             return None
         self._fences[seq] = epoch
         self._fences.move_to_end(seq)
         while len(self._fences) > MAX_FENCES:
             self._fences.popitem(last=False)
-        replica = self.replicas.get(seq)
         return replica.watermark if replica else 0
 
     def fence(self, seq: str) -> int:

@@ -51,7 +51,7 @@ SMALL_PAYLOAD_BYTES = 1 << 18
 
 
 async def recv_bulk_header(
-    connection: socket.socket, *, peer: str
+    connection: socket.socket, *, peer: str, limit: int = MAX_HEADER_BYTES
 ) -> tuple[BulkHello | Delta | End, int, int]:
     """Receive a frame's header: (message, payload bytes, header bytes on the wire).
 
@@ -61,7 +61,7 @@ async def recv_bulk_header(
     if not await recv_into(connection, memoryview(head), at_start=True):
         raise EOFError
     header_bytes, payload_bytes = BULK_HEADER.unpack(head)
-    if header_bytes > MAX_HEADER_BYTES:
+    if header_bytes > limit:
         raise ProtocolError(f"{peer}: bulk header of {header_bytes} bytes")
     header = bytearray(header_bytes)
     await recv_into(connection, memoryview(header))

@@ -9,6 +9,7 @@ import contextlib
 import os
 
 from segue_core.ring import Ring
+from segue_core.shared_memory import seal_size, sealable_memory
 from segue_shim.loader import Arena
 
 
@@ -16,9 +17,10 @@ class Channel:
     """One registration's shared memory. `arena` is there once the daemon has answered."""
 
     def __init__(self, ring_bytes: int) -> None:
-        self.ring_fd = os.memfd_create("segue-journal", os.MFD_CLOEXEC)
+        self.ring_fd = sealable_memory("segue-journal")
         try:
             self.ring = Ring(self.ring_fd, create=ring_bytes)
+            seal_size(self.ring_fd)
             self.doorbell_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             os.close(self.ring_fd)

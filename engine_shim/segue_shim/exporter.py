@@ -12,7 +12,6 @@ is logged once, and the engine runs on, unprotected.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -112,7 +111,6 @@ class Exporter:
             version=PROTOCOL_VERSION,
             engine=self._engine,
             incarnation=self._incarnation,
-            pid=os.getpid(),
             model=self._model,
             fingerprint=self._fingerprint,
             geometry=pages.geometry,
@@ -181,9 +179,13 @@ class Exporter:
     def _adopt(self) -> None:
         """Take over what the registrar's thread has brought since the last step."""
         while self._offers:
+            try:
+                offer = self._offers.popleft()
+            except IndexError:  # the registrar's thread has just taken it back
+                break
             if self._channel is not None:
                 self._channel.close()
-            self._channel = self._offers.popleft()
+            self._channel = offer
             self._table.announce_all()
         while self._fenced:
             seq, epoch = self._fenced.popleft()

@@ -23,6 +23,8 @@ class ExporterOptions:
     retry_min_ms: int = 100
     retry_max_ms: int = 2_000
     """Pause between attempts to register: doubles from the first to the second."""
+    retry_refused_ms: int = 30_000
+    """Pause after the daemon said that it cannot use this engine."""
     match_timeout_ms: int = 250
     """How long a resumed request may hold up the scheduler while the daemon looks for its replica."""
     match_pause_ms: int = 1_000
@@ -38,6 +40,7 @@ class ExporterOptions:
             "reply_timeout_ms",
             "retry_min_ms",
             "retry_max_ms",
+            "retry_refused_ms",
             "match_timeout_ms",
             "match_pause_ms",
             "lease_margin_ms",

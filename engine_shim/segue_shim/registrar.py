@@ -17,6 +17,7 @@ from segue_core.errors import ProtocolError
 from segue_core.framing import close_fds, decode, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
 from segue_core.messages.local import Fenced, Refused, Register, Registered, ToEngine
+from segue_core.shared_memory import read_only
 from segue_shim.channel import Channel
 from segue_shim.loader import Arena
 from segue_shim.options import ExporterOptions
@@ -90,9 +91,9 @@ class Registrar:
                 registered = self._serve_once()
             except RefusedError as refusal:
                 self._warn(f"segue-daemon at {self._path} refuses this engine: {refusal}")
-                if not refusal.retry:
-                    return
                 registered = False
+                if not refusal.retry:
+                    pause_ms = self._options.retry_refused_ms
             except (FileNotFoundError, ConnectionRefusedError):
                 self._warn(self._absent)
                 registered = False
@@ -101,7 +102,8 @@ class Registrar:
                 registered = False
             except Exception:
                 logger.exception("segue: the registrar failed; the engine runs on, unprotected")
-                return
+                registered = False
+                pause_ms = self._options.retry_refused_ms
             if registered:
                 pause_ms = self._options.retry_min_ms
             self._stopped.wait(pause_ms / 1000)
@@ -152,8 +154,12 @@ class Registrar:
         connection.connect(self._path)
         channel = Channel(self._options.ring_bytes)
         try:
-            fds = [channel.ring_fd, channel.doorbell_fd, lifeline.fd, *self._page_fds]
-            send_with_fds(connection, self._message, fds)
+            pages = [read_only(fd) for fd in self._page_fds]
+            try:
+                fds = [channel.ring_fd, channel.doorbell_fd, lifeline.fd, *pages]
+                send_with_fds(connection, self._message, fds)
+            finally:
+                close_fds(pages)
             connection.settimeout(self._options.reply_timeout_ms / 1000)
             channel.arena = self._receive_arena(connection)
         except BaseException:

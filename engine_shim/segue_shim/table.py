@@ -44,6 +44,7 @@ class LiveTable:
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, None] = {}
         self._reset_due = False
+        self._void: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -62,7 +63,6 @@ class LiveTable:
         live = self._live.get(seq)
         if live is not None and live.epoch < epoch:
             live.fenced = True
-            live.known = False
             self._waiting.pop(seq, None)
 
     def begin(self, plan: StepPlan, step: int, announce_bytes: int) -> Begin | None:
@@ -71,6 +71,7 @@ class LiveTable:
         Announcements of at most `announce_bytes` go into it; the others follow with later steps. A
         sequence larger than that ever gets stays unannounced, that is, unprotected.
         """
+        self._void.difference_update(unpack_u32(plan.assigned))
         ended = tuple(seq for seq in plan.ended if self._end(seq))
         paused = tuple(seq for seq in plan.paused if self._pause(seq))
         updated = tuple(update for update in plan.updated if self._update(update))
@@ -98,15 +99,16 @@ class LiveTable:
         Sequences that have one of `failed_blocks` (replica blocks that could not be loaded) are left
         where they were: what the step computed for them is void.
         """
+        self._void.update(failed_blocks)
         computed: list[tuple[str, int]] = []
         for seq, tokens in plan.computed:
             live = self._live.get(seq)
             if live is None or live.paused:
                 continue
-            if failed_blocks and not set(failed_blocks).isdisjoint(unpack_u32(live.block_ids)):
+            if self._void and not self._void.isdisjoint(unpack_u32(live.block_ids)):
                 continue
             live.computed = tokens
-            if live.known and seq not in self._waiting:
+            if live.known and not live.fenced and seq not in self._waiting:
                 computed.append((seq, tokens))
         return Commit(step=step, computed=tuple(computed)) if computed else None
 
@@ -131,7 +133,7 @@ class LiveTable:
             return False
         live.token_ids += update.token_ids
         live.block_ids += update.block_ids
-        return live.known and update.seq not in self._waiting
+        return live.known and not live.fenced and update.seq not in self._waiting
 
     def _start(self, start: SequenceBegin) -> bool:
         """Returns whether the daemon knows the sequence, as it was before."""

@@ -90,6 +90,9 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> s
             f"{parallel.world_size} ranks and {parallel.data_parallel_size} data-parallel engines:"
             " only engines of one rank are supported so far"
         )
+    if vllm_config.scheduler_config.async_scheduling:
+        # The next step is scheduled, and would count as computed, before a failed load is known.
+        return "asynchronous scheduling is not supported so far: start with --no-async-scheduling"
     if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
         count = 0 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
         return f"{count} KV cache groups: only models with one are supported so far"

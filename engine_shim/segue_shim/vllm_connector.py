@@ -54,6 +54,7 @@ class SegueConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._unloaded: set[int] = set()
+        self._incarnation = 0
         vllm_compat.adopt_logging()
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -105,6 +106,7 @@ class SegueConnector(KVConnectorBase_V1):
         )
         num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
         self._worker = WorkerHalf(exporter, refusal, num_blocks, block_size)
+        self._incarnation = incarnation
         IN_PROCESS[incarnation] = self._worker.flush
 
     def on_broken(self) -> None:
@@ -224,6 +226,7 @@ class SegueConnector(KVConnectorBase_V1):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+            IN_PROCESS.pop(self._incarnation, None)
 
 
 def _flush(incarnation: int) -> Callable[[StepPlan], bool]:

@@ -34,6 +34,7 @@ class WorkerHalf:
         self._results: list[LoadResult] = []
         self._failed: set[int] = set()
         self._loaded = True
+        self._told = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there: share it and register."""
@@ -48,6 +49,7 @@ class WorkerHalf:
         """Before vLLM updates its own state for the step, which may zero or overwrite blocks."""
         self._metadata = metadata
         self._results, self._failed = [], set(metadata.void_blocks)
+        self._told = False
         self._loaded = not metadata.loads
         if metadata.broken:
             self._exporter.give_up("the scheduler's half failed")
@@ -70,8 +72,8 @@ class WorkerHalf:
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that must be computed after all; told once."""
-        failed, self._failed = self._failed, set()
-        return failed
+        told, self._told = self._told, True
+        return set() if told else set(self._failed)
 
     def take_results(self) -> SegueWorkerMetadata | None:
         """What became of the step's loads; told once."""

@@ -8,6 +8,7 @@ from segue_shim.options import ExporterOptions
 
 BLOCKS, BLOCK_SIZE, LAYERS, HEADS, WIDTH = 12, 4, 3, 2, 8
 FAST = ExporterOptions(
+    retry_refused_ms=300,
     ring_bytes=1 << 16,
     retry_min_ms=5,
     retry_max_ms=20,

@@ -22,7 +22,6 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     version: int
     engine: str
     incarnation: int
-    pid: int
     model: str
     fingerprint: bytes
     geometry: Geometry

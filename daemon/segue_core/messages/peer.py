@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
 BULK_HEADER = struct.Struct("<IQ")
 MAX_HEADER_BYTES = 16 << 20
+MAX_GREETING_BYTES = 1024
+"""Largest first header of a bulk connection, before anybody has shown a ticket."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Writer to receiver, first message of a link."""
 
     version: int
-    name: str
+    name: Name
     incarnation: int
 
 
@@ -31,10 +37,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """
 
     version: int
-    name: str
+    name: Name
     incarnation: int
-    bulk_port: int
-    window_bytes: int
+    bulk_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    window_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     ticket: int
 
 
@@ -48,7 +54,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     """Receiver to writer. `free_bytes`: room for replicas."""
 
     number: int
-    free_bytes: int
+    free_bytes: Count
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -60,8 +66,8 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
     number: int
     seq: str
     epoch: int
-    watermark: int
-    consumed_bytes: int
+    watermark: Count
+    consumed_bytes: Count
 
 
 class NackReason(IntEnum):
@@ -87,9 +93,9 @@ class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
     number: int
     seq: str
     epoch: int
-    watermark: int
+    watermark: Count
     reason: NackReason
-    consumed_bytes: int
+    consumed_bytes: Count
 
 
 class BulkHello(msgspec.Struct, frozen=True, array_like=True, tag="bulk"):

@@ -33,6 +33,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     sequences: int = 0
     journal_dropped: int = 0
     journal_broken: int = 0
+    sequences_refused: int = 0
     detail: str = ""
     generation_defaults: dict[str, float] = {}
 
@@ -49,6 +50,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     in_flight_bytes: int = 0
     sent_bytes: int = 0
     acked_tokens: int = 0
+    torn_copies: int = 0
+    free_bytes: int = 0
     detail: str = ""
 
 

@@ -22,6 +22,7 @@ from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Refused, Register, ToEngine
 from segue_core.messages.peer import BULK_HEADER, BulkHello, Control, Delta, Hello, Part, PartKind, Welcome
 from segue_core.ring import HEADER_BYTES, Ring
+from segue_core.shared_memory import seal_size, sealable_memory
 from support.daemons import DaemonProcess, DaemonSet
 from support.light_engine import LightEngine
 from support.waiting import wait_for
@@ -72,7 +73,7 @@ def test_a_daemon_stops_cleanly_and_a_killed_ones_socket_is_taken_over(pair: Dae
 
 def register_message(**changes: object) -> Register:
     geometry = Geometry(4, 2, (256,), (Region(0, 0, (4, 2, 16), (64, 32, 2), 2, ("block", "slot", "dim")),))
-    good = {"version": PROTOCOL_VERSION, "engine": "x", "incarnation": 9, "pid": os.getpid(), "model": "m"}
+    good = {"version": PROTOCOL_VERSION, "engine": "x", "incarnation": 9, "model": "m"}
     return Register(**(good | {"fingerprint": b"f" * 16, "geometry": geometry} | changes))  # type: ignore[arg-type]
 
 
@@ -81,8 +82,9 @@ def reaching_outside() -> Geometry:
 
 
 def memfd(nbytes: int) -> int:
-    fd = os.memfd_create("x")
+    fd = sealable_memory("x")
     os.ftruncate(fd, nbytes)
+    seal_size(fd)
     return fd
 
 
@@ -99,6 +101,13 @@ def pages() -> int:
 
 
 def ring() -> int:
+    fd = sealable_memory("journal")
+    Ring(fd, create=4096)
+    seal_size(fd)
+    return fd
+
+
+def unsealed_ring() -> int:
     fd = os.memfd_create("journal")
     Ring(fd, create=4096)
     return fd
@@ -107,36 +116,15 @@ def ring() -> int:
 @pytest.mark.parametrize(
     ("message", "fds", "reason"),
     [
-        (
-            register_message(version=99),
-            [ring, bell, page, pages],
-            "protocol",
-        ),
+        (register_message(version=99), [ring, bell, page, pages], "protocol"),
         (register_message(), [ring, bell, page], "file descriptors"),
-        (
-            register_message(),
-            [ring, bell, page, lambda: memfd(100)],
-            "100 bytes",
-        ),
-        (
-            register_message(),
-            [lambda: memfd(64), bell, page, pages],
-            "ring",
-        ),
-        (
-            register_message(fingerprint=b""),
-            [ring, bell, page, pages],
-            "16 bytes",
-        ),
-        (
-            register_message(
-                geometry=Geometry(4, 2, (256,), (Region(0, 192, (4, 9), (64, 2), 2, ("block", "dim")),))
-            ),
-            [ring, bell, page, pages],
-            "outside",
-        ),
+        (register_message(), [ring, bell, page, lambda: memfd(100)], "100 bytes"),
+        (register_message(), [lambda: memfd(64), bell, page, pages], "ring"),
+        (register_message(), [unsealed_ring, bell, page, pages], "could shrink"),
+        (register_message(fingerprint=b""), [ring, bell, page, pages], "16 bytes"),
+        (register_message(geometry=reaching_outside()), [ring, bell, page, pages], "outside"),
     ],
-    ids=["version", "descriptors missing", "memory too short", "no ring", "fingerprint", "geometry outside"],
+    ids=["version", "missing", "short", "no ring", "not sealed", "fingerprint", "geometry"],
 )
 def test_a_registration_that_cannot_be_is_refused_with_its_reason(
     pair: DaemonSet, message: Register, fds: list[object], reason: str
@@ -244,24 +232,35 @@ def test_garbage_from_a_peer_changes_nothing(pair: DaemonSet) -> None:
     rng = random.Random(2)
     for _ in range(50):
         link.send(rng.randbytes(rng.randrange(200)))
-    link.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "liar", 5)))
-    welcome = decode(link.recv(), Control, peer="b")
-    assert isinstance(welcome, Welcome)
+    link.send(msgspec.msgpack.encode([["ping"] * 2000]))
+    link.send(b"\x92\xa4ping" + b"\x91" * 5000)
+
+    def greet() -> Welcome:
+        link.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "liar", 5)))
+        welcome = decode(link.recv(), Control, peer="b")
+        assert isinstance(welcome, Welcome)
+        return welcome
+
     part = Part(0, PartKind.WHOLE, b"", 1024)
     delta = Delta(1, "s", 9, 1, b"f" * 16, b"", 8, 1024, 0, bytes(8), (part,), 0)
     wire = msgspec.msgpack.encode
-    frames = [
-        rng.randbytes(300),
-        BULK_HEADER.pack(1 << 30, 1) + b"x",
-        bulk(wire(BulkHello(5, welcome.ticket + 1))),
-        bulk(wire(delta), bytes(1024)),
-        bulk(wire(BulkHello(5, welcome.ticket))) + BULK_HEADER.pack(len(wire(delta)), 1 << 50) + wire(delta),
-        bulk(wire(BulkHello(5, welcome.ticket))) + bulk(wire(delta), bytes(1024)),
-    ]
-    for frame in frames:
+    for make in (
+        lambda _: rng.randbytes(300),
+        lambda _: BULK_HEADER.pack(1 << 30, 1) + b"x",
+        lambda _: BULK_HEADER.pack(1 << 16, 0) + bytes(1 << 16),
+        lambda welcome: bulk(wire(BulkHello(5, welcome.ticket + 1))),
+        lambda _: bulk(wire(delta), bytes(1024)),
+        lambda welcome: (
+            bulk(wire(BulkHello(5, welcome.ticket)))
+            + BULK_HEADER.pack(len(wire(delta)), 1 << 50)
+            + wire(delta)
+        ),
+        lambda welcome: bulk(wire(BulkHello(5, welcome.ticket))) + bulk(wire(delta), bytes(1024)),
+    ):
+        welcome = greet()
         with socket.socket() as connection:
             connection.connect(("127.0.0.1", welcome.bulk_port))
-            connection.sendall(frame)
+            connection.sendall(make(welcome))
     wait_for(lambda: pair["b"].status()["store"]["corrupt"] == 1, "wrong checksum counted")
     assert pair["b"].watermark("s") == 20
     live.ids.append(1)

@@ -237,7 +237,7 @@ def test_no_descriptor_leaks_over_many_engines(pair: DaemonSet) -> None:
         a.start("s", list(range(30)))
         a.step()
         a.close()
-        wait_for(lambda: pair["a"].status()["engine"]["state"] == "dead", "gone")
+        wait_for(lambda: pair["a"].status()["engine"]["state"] == "absent", "gone")
         wait_for(lambda: not mapped_pages(pair, "a"), "unmapped")
         if incarnation == 1:
             before = pair.open_files("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -125,5 +126,17 @@ def sample(ms: int, *, begun: int = 1, committed: int = 0, running: int = 1, cpu
 def test_progress_decides(script: list[Sample], state: str) -> None:
     """Slow is not dead, idle is not dead, and a step cannot burn CPU for ever."""
     judge = ProgressJudge(stall_ms=2000, step_ms=10_000)
-    verdict = [judge.judge(s)[0] for s in script][-1]
+    verdict = ""
+    for before, after in zip([script[0], *script], script, strict=False):
+        for now_ns in range(before.now_ns, after.now_ns, 500_000_000):
+            judge.judge(replace(before, now_ns=now_ns))
+        verdict = judge.judge(after)[0]
     assert verdict == state
+
+
+def test_a_paused_observer_suspects_itself_first() -> None:
+    """A host that slept for ten seconds does not declare its engines stalled when it wakes up."""
+    judge = ProgressJudge(stall_ms=2000, step_ms=60_000)
+    judge.judge(sample(0))
+    assert judge.judge(sample(10_000))[0] == "running"
+    assert [judge.judge(sample(10_000 + 500 * i))[0] for i in range(1, 6)][-1] == "stalled"

@@ -342,7 +342,7 @@ def test_answers_to_old_deltas_do_not_rewind_twice() -> None:
         pages, ledger, incarnation = engine.pages, engine.ledger, 1
 
     engine.run("s", list(range(20)))
-    shipment = Shipment(Session(), ReplicationSettings(delta_bytes=1 << 16), lambda _: True)  # type: ignore[arg-type]
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
     first = shipment.next_delta(1, lambda: None)
     engine.run("s", [1])
     shipment.note(Changes(grown=("s",)))
@@ -367,7 +367,7 @@ def test_a_copy_of_a_block_that_changed_hands_is_thrown_away() -> None:
         pages, ledger, incarnation = engine.pages, engine.ledger, 1
 
     engine.run("s", list(range(8)))
-    shipment = Shipment(Session(), ReplicationSettings(delta_bytes=1 << 16), lambda _: True)  # type: ignore[arg-type]
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
 
     def reassigned() -> None:
         engine.ledger.apply(Begin(0, False, array("I", engine.tables["s"][:1]).tobytes(), (), (), (), ()))
