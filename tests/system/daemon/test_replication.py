@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from segue_shim.plan import pack_u32
 from support.daemons import DaemonSet
 from support.light_engine import LightEngine
 from support.waiting import wait_for
@@ -242,3 +243,70 @@ def test_no_descriptor_leaks_over_many_engines(pair: DaemonSet) -> None:
         if incarnation == 1:
             before = pair.open_files("a")
     wait_for(lambda: pair.open_files("a") <= before, "descriptors closed")
+
+
+def test_a_living_engine_that_hangs_up_is_not_salvaged(pair: DaemonSet) -> None:
+    """Its pages go on changing and nobody says how: what was not acked by then is worth nothing."""
+    a = engine(pair, "a", num_blocks=2000)
+    pair["b"].send(signal.SIGSTOP)
+    a.start("s", list(range(12_000)))
+    a.step(chunk=12_000)
+    wait_for(lambda: pair["a"].get("/v1/sequences/s")[1]["computed"] == 12_000, "computed")
+    a.exporter.close()
+    wait_for(lambda: pair["a"].status()["engine"]["state"] == "absent", "gone, but not dead")
+    assert not mapped_pages(pair, "a")
+    a.pages.fill_(0x5555)
+    pair["b"].send(signal.SIGCONT)
+    b = engine(pair, "b", num_blocks=2000)
+    loaded = b.resume("s", [*range(12_000), 1], 2)
+    b.step()
+    assert b.wrong_tokens("s") == [], f"{loaded} tokens loaded"
+    b.close()
+
+
+def test_a_lease_outlives_the_connection_that_asked_for_it(pair: DaemonSet) -> None:
+    """A load that is under way keeps its blocks until the deadline, whatever became of the connection."""
+    a = engine(pair, "a")
+    b = engine(pair, "b")
+    a.start("s", list(range(20)))
+    a.step()
+    wait_for(lambda: pair["b"].watermark("s") == 20, "replicated")
+    ids = pack_u32(range(21))
+    assert b.client.match(seq="s", epoch=2, salt=b"", token_ids=ids, computed=0, limit=20)
+    b.client.close()
+    pair["b"].get("/livez")
+    assert pair["b"].status()["store"]["leases"] == 1
+    a.close()
+    b.close()
+
+
+def test_a_window_smaller_than_a_delta_still_lets_everything_through() -> None:
+    """The writer cuts its deltas to what the peer lets it have under way."""
+    daemons = DaemonSet("a", "b", replication={"window_bytes": 1 << 20, "delta_bytes": 1 << 25})
+    try:
+        a = engine(daemons.start(), "a", num_blocks=3000)
+        a.start("s", list(range(20_000)))
+        a.step(chunk=20_000)
+        wait_for(lambda: daemons["b"].watermark("s") == 20_000, "all of it")
+        assert daemons["a"].status()["peers"][0]["sent_bytes"] < 6 << 20, "sent once"
+        a.close()
+    finally:
+        daemons.stop()
+
+
+def test_a_fenced_sequence_leaves_nothing_behind(pair: DaemonSet) -> None:
+    """Failovers come and go; the old owner's daemon does not collect what it lost."""
+    a = engine(pair, "a")
+    for number in range(5):
+        name = f"s{number}"
+        a.start(name, list(range(20)))
+        a.step()
+        wait_for(lambda n=name: pair["b"].watermark(n) == 20, "replicated")
+        assert pair["a"].get(f"/v1/sequences/{name}/fence", {"epoch": 2})[0] == 200
+        wait_for(lambda n=name: a.exporter._fenced or n in a.live, "the engine is told")
+        a.step()
+        a.finish(name)
+        a.step()
+    wait_for(lambda: pair["a"].status()["engine"]["sequences"] == 0, "forgotten at a")
+    wait_for(lambda: pair["b"].status()["store"]["replicas"] == 0, "freed at b")
+    a.close()

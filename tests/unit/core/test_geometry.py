@@ -115,3 +115,12 @@ def test_the_digest_names_the_bytes_not_the_place() -> None:
     larger = Geometry(8, 2, (256,), (Region(0, 0, (8, 2, 8), (32, 16, 2), 2, ("block", "slot", "dim")),))
     assert small().digest == larger.digest
     assert small(itemsize=1, strides=(32, 16, 1)).digest != small().digest
+
+
+def test_layouts_that_order_the_same_bytes_differently_have_different_digests() -> None:
+    """NHD and HND blocks are equally large and must never be exchanged."""
+    nhd = Region(0, 0, (4, 2, 4, 8), (128, 64, 16, 2), 2, ("block", "slot", "head", "dim"))
+    hnd = Region(0, 0, (4, 2, 4, 8), (128, 16, 32, 2), 2, ("block", "slot", "head", "dim"))
+    wide = Region(0, 0, (4, 2, 2, 16), (128, 64, 32, 2), 2, ("block", "slot", "head", "dim"))
+    digests = {Geometry(4, 2, (512,), (region,)).validate().digest for region in (nhd, hnd, wide)}
+    assert len(digests) == 3

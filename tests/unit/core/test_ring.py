@@ -93,3 +93,16 @@ def test_memory_that_is_no_ring_is_refused(size: int) -> None:
     with pytest.raises(ProtocolError):
         Ring(fd)
     os.close(fd)
+
+
+def test_a_record_of_the_last_lap_is_not_taken_for_a_new_one() -> None:
+    """On machines that reorder stores `head` may be seen before the record: what lies there is old."""
+    writer, reader, fd = make(4096)
+    for _ in range(4):
+        assert writer.append(b"x" * 1016)
+        assert reader.read() == b"x" * 1016
+    before = os.pread(fd, 1024, HEADER_BYTES)
+    assert writer.append(b"y" * 1016)
+    os.pwrite(fd, before, HEADER_BYTES)
+    assert reader.read() is None
+    os.close(fd)

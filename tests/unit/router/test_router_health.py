@@ -10,7 +10,7 @@ LONG_AGO = float("-inf")
 
 def up(now: float = 0.0) -> EngineHealth:
     health = EngineHealth()
-    health.probe_ok(now)
+    health.probe_ok(now, began_ms=now)
     assert health.state == "up"
     return health
 
@@ -23,7 +23,7 @@ def test_unseen_engines_are_down_until_a_probe() -> None:
     """Nobody is served by what was never seen."""
     health = EngineHealth()
     assert health.state == "down"
-    health.probe_ok(0)
+    health.probe_ok(0, began_ms=0)
     assert (health.state, health.recoveries) == ("up", 1)
 
 
@@ -43,7 +43,7 @@ def test_refused_is_down_until_a_good_probe() -> None:
     health.refused("x")
     health.token()
     assert health.state == "down"
-    health.probe_ok(1)
+    health.probe_ok(1, began_ms=1)
     assert (health.state, health.recoveries) == ("up", 2)
 
 
@@ -71,10 +71,10 @@ def test_a_daemons_word_counts() -> None:
     assert said(health, 10, "dead")
     assert health.state == "down"
     assert not said(health, 20, "dead"), "the second time it is no news"
-    health.probe_ok(30)
+    health.probe_ok(30, began_ms=30)
     assert health.state == "down"
     said(health, 40, "running", incarnation=2)
-    health.probe_ok(50)
+    health.probe_ok(50, began_ms=50)
     assert health.state == "up"
 
 
@@ -100,9 +100,9 @@ def test_an_old_word_is_forgotten() -> None:
     """The daemon is gone: the engine is judged as if it had none."""
     health = up()
     said(health, 0, "dead")
-    health.probe_ok(500)
+    health.probe_ok(500, began_ms=500)
     assert health.state == "down"
-    health.probe_ok(5_000)
+    health.probe_ok(5_000, began_ms=5_000)
     assert health.state == "up"
 
 
@@ -116,13 +116,13 @@ def test_an_engine_that_stalls_again_and_again_is_kept_out_longer() -> None:
         start = now
         while health.state == "down":
             now += 100
-            health.probe_ok(now)
+            health.probe_ok(now, began_ms=now)
         holds.append(now - start)
     assert holds == sorted(holds)
     assert holds[-1] >= 8 * holds[0]
     health.token()
     health.stalled(now)
-    health.probe_ok(now + 500)
+    health.probe_ok(now + 500, began_ms=now + 500)
     assert health.state == "up"
 
 

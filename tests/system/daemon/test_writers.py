@@ -1,0 +1,134 @@
+"""Writers that vanish: silent ones are noticed, their replicas go; those that are back keep theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+import zmq
+import zmq.asyncio
+
+from segue_core.clock import MonotonicClock
+from segue_core.messages import PROTOCOL_VERSION
+from segue_core.messages.peer import BulkHello, Control, Delta, Hello, Part, PartKind, Ping, Welcome
+from segue_daemon import receiver as module
+from segue_daemon.receiver import Receiver
+from segue_daemon.settings import DaemonSettings, ListenSettings, TimeoutSettings
+from segue_daemon.store import ReplicaStore
+from segue_daemon.wire import send_bulk
+
+PAYLOAD = bytes(64)
+
+
+class Peer:
+    """A writer as seen from its sockets."""
+
+    def __init__(self, context: zmq.asyncio.Context, receiver: Receiver, incarnation: int) -> None:
+        self.control = context.socket(zmq.DEALER)
+        self.control.linger = 0
+        self.control.connect(f"tcp://127.0.0.1:{receiver.control_port}")
+        self.incarnation = incarnation
+        self.bulk: asyncio.StreamWriter | None = None
+
+    async def ask(self, message: msgspec.Struct) -> msgspec.Struct:
+        await self.control.send(msgspec.msgpack.encode(message))
+        answer = await asyncio.wait_for(self.control.recv(), 5)
+        return msgspec.msgpack.decode(answer, type=Control)
+
+    async def connect(self) -> None:
+        welcome = await self.ask(Hello(PROTOCOL_VERSION, "a", self.incarnation))
+        assert isinstance(welcome, Welcome)
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(self.socket, ("127.0.0.1", welcome.bulk_port))
+        await send_bulk(self.socket, BulkHello(self.incarnation, welcome.ticket))
+
+    async def ship(self) -> None:
+        part = Part(0, PartKind.WHOLE, b"", 64)
+        checksum = xxhash.xxh3_64_intdigest(PAYLOAD)
+        delta = Delta(1, "s", 1, 7, b"f" * 16, b"", 4, 64, 0, bytes(8), (part,), checksum)
+        await send_bulk(self.socket, delta, memoryview(PAYLOAD))
+        await asyncio.wait_for(self.control.recv(), 5)
+
+    def close(self) -> None:
+        self.control.close()
+        self.socket.close()
+
+
+class Stage:
+    """A receiver in this process."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.store = ReplicaStore(np.zeros(1 << 16, np.uint8), lease_ns=1)
+        settings = DaemonSettings(
+            name="b",
+            socket="unused",
+            listen=ListenSettings(control_port=0),
+            timeouts=TimeoutSettings(peer_ms=20),
+        )
+        self.receiver = Receiver(
+            settings, 1, self.store, 1 << 16, self.context, MonotonicClock(), lambda _: None
+        )
+
+
+@pytest.fixture
+async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
+    monkeypatch.setattr(module, "ORPHAN_S", 0.4)
+    monkeypatch.setattr(module, "WATCH_S", 0.02)
+    made = Stage()
+    await made.receiver.start()
+    yield made
+    await made.receiver.stop()
+    made.context.destroy(linger=0)
+
+
+async def replicas(stage: Stage, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(stage.store.replicas) != count:  # noqa: ASYNC110 - the store tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_writer_whose_host_lost_power_is_given_up(stage: Stage) -> None:
+    """No end of file, no pings: its replicas do not stay for ever."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    await replicas(stage, 1)
+    await replicas(stage, 0)
+    peer.close()
+
+
+async def test_a_writer_that_is_back_keeps_what_it_does_not_mention(stage: Stage) -> None:
+    """A blip of the link while a sequence waits: the peer said it has it, so it must have it."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    peer.close()
+    again = Peer(stage.context, stage.receiver, 5)
+    await again.connect()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 1.0
+    while loop.time() < end:
+        await again.ask(Ping(1))
+    assert len(stage.store.replicas) == 1
+    again.close()
+
+
+async def test_another_life_of_a_writer_gives_up_what_it_does_not_know(stage: Stage) -> None:
+    """A daemon that was restarted will never end what only its last life knew."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    peer.close()
+    again = Peer(stage.context, stage.receiver, 6)
+    await again.connect()
+    async with asyncio.timeout(10):
+        while stage.store.replicas:
+            await again.ask(Ping(1))
+    again.close()
