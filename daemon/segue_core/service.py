@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -59,6 +60,21 @@ def listen_problem(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{host}:{port} is already in use"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def warn_beyond_loopback(key: str, host: str) -> None:
+    """There is neither encryption nor authentication yet: say so where others can connect."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        log.warning(
+            "listening beyond loopback without encryption or authentication",
+            key=key,
+            host=host,
+            hint="whoever reaches it can read what users wrote: keep it on a trusted network",
+        )
 
 
 async def until_signalled() -> str:

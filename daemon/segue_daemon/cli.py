@@ -12,7 +12,7 @@ import structlog
 from segue_core import __version__
 from segue_core.errors import ConfigError
 from segue_core.logs import configure_logging
-from segue_core.service import run_service, start_http, until_signalled
+from segue_core.service import run_service, start_http, until_signalled, warn_beyond_loopback
 from segue_core.settings import load_settings
 from segue_daemon.api import build_api
 from segue_daemon.app import Daemon
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(settings: DaemonSettings) -> None:
     """Run one daemon until SIGTERM or SIGINT. Raises StartupError."""
+    for key, host in (("http.host", settings.http.host), ("listen.host", settings.listen.host)):
+        warn_beyond_loopback(key, host)
     daemon = Daemon(settings)
     runner = None
     try:

@@ -52,6 +52,11 @@ class DaemonCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
             ("segue_journal_dropped", "Records that found the journal full", engine.journal_dropped),
+            (
+                "segue_sequences_refused",
+                "Sequences beyond max_sequences",
+                engine.sequences_refused,
+            ),
             ("segue_journal_broken", "Times the journal was unreadable", engine.journal_broken),
             ("segue_store_refused", "Deltas not taken", store.refused),
             ("segue_loaded_bytes", "Bytes of replicas that the engine here took over", store.loaded_bytes),
@@ -64,9 +69,13 @@ class DaemonCollector(Collector):
         connected = GaugeMetricFamily("segue_peer_connected", "1 while the link is up", labels=["peer"])
         lag = GaugeMetricFamily("segue_peer_lag_tokens", "Tokens computed and not acked", labels=["peer"])
         sent = CounterMetricFamily("segue_peer_sent_bytes", "Bulk bytes sent", labels=["peer"])
+        torn = CounterMetricFamily(
+            "segue_peer_torn_copies", "Copies thrown away: a block was reassigned", labels=["peer"]
+        )
         for link in self._daemon.links:
             peer = link.status()
             connected.add_metric([peer.peer], float(peer.connected))
             lag.add_metric([peer.peer], peer.lag_tokens)
             sent.add_metric([peer.peer], peer.sent_bytes)
-        yield from (connected, lag, sent)
+            torn.add_metric([peer.peer], peer.torn_copies)
+        yield from (connected, lag, sent, torn)

@@ -10,7 +10,7 @@ import structlog
 from segue_daemon import supervise as module
 
 
-async def test_a_failed_task_runs_again_and_logs_its_first_cause_once(
+async def test_a_failed_task_runs_again_and_logs_its_cause_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A daemon whose accept loop died silently would look healthy and protect nobody."""
