@@ -63,9 +63,12 @@ def check(file: Path, kind: str | None = None) -> str:
     """What a valid file is, in words. Raises ConfigError with the key's path if it is not valid."""
     kind = kind or guess_kind(file)
     command = [console_script(f"segue-{kind}"), "--config", str(file), "--check"]
-    answer = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{file}: segue-{kind} --check did not end within {_TIMEOUT_S:g} s") from error
     if answer.returncode == 0:
         said = (answer.stdout.strip().splitlines() or [""])[-1]
         return f"ok ({said.removeprefix(f'{file}:').strip().removeprefix('ok').strip(' :()') or kind})"

@@ -20,7 +20,7 @@ from segue_core.messages.status import RequestStory, RouterStatus
 from segue_ctl import metrics
 from segue_ctl.cluster import Cluster
 from segue_ctl.cluster_checks import router_status
-from segue_ctl.openai_stream import Answer, OpenStream, Piece, StreamFailed, open_stream
+from segue_ctl.openai_stream import Answer, Piece, StreamFailed, open_stream
 from segue_ctl.seam import compare
 from segue_ctl.waiting import get_json
 
@@ -143,7 +143,7 @@ async def interrupted(
                 answer.add(piece)
                 on_piece(piece)
                 if serving is None:
-                    serving = asyncio.create_task(_serving_engine(cluster, router_url, stream))
+                    serving = asyncio.create_task(_serving_engine(cluster, router_url))
                 if not signalled_ns and len(answer.token_ids) >= after_tokens:
                     engine = await serving
                     signalled_ns = cluster.kill_engine(engine, number)
@@ -221,11 +221,8 @@ async def count_tokens(cluster: Cluster, engine: str, messages: Sequence[dict[st
     return count
 
 
-async def _serving_engine(cluster: Cluster, router_url: str, stream: OpenStream) -> str:
-    """The engine that writes the stream: by its header, else the one that the router has work on."""
-    named = stream.headers.get("x-segue-engine", "")
-    if named in cluster.specs:
-        return named
+async def _serving_engine(cluster: Cluster, router_url: str) -> str:
+    """The engine that writes the only stream there is: the one that the router has work on."""
     status = await router_status(cluster.session, router_url)
     if isinstance(status, RouterStatus):
         for engine in status.engines:

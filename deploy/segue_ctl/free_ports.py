@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 import socket
 
+from segue_core.errors import StartupError
+
 LOOPBACK = "127.0.0.1"
 # Below the range that the kernel takes outgoing connections' ports from.
 _FIRST, _LAST = 20_000, 32_000
@@ -23,7 +25,7 @@ class PortHolder:
         self._sockets: list[socket.socket] = []
 
     def take(self) -> int:
-        """A port that nothing else uses. Raises OSError if none is found."""
+        """A port that nothing else uses. Raises StartupError if none is found."""
         for _ in range(_TRIES):
             port = random.randint(_FIRST, _LAST)  # noqa: S311 - spread, not secrecy
             holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -35,7 +37,7 @@ class PortHolder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sockets.append(holder)
             return port
-        raise OSError(f"no free port between {_FIRST} and {_LAST} in {_TRIES} tries")
+        raise StartupError(f"no free port between {_FIRST} and {_LAST} in {_TRIES} tries")
 
     def close(self) -> None:
         """Let all ports go."""

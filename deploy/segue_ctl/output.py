@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import msgspec
 
+from segue_core.errors import ConfigError, SegueError
+
 OK, FAILED, USAGE, UNHEALTHY = 0, 1, 2, 3
 """Exit statuses of every verb."""
 
@@ -48,14 +50,28 @@ def to_json(body: Any) -> str:
 
 
 def write_json(body: Any, file: str) -> None:
-    """Write JSON to `file`, whole or not at all; `-` is standard output."""
+    """Write JSON to `file`, whole or not at all; `-` is standard output. Raises SegueError if it cannot."""
     if file == "-":
         print(to_json(body))
         return
     target = Path(file)
     part = target.with_name(target.name + ".part")
-    part.write_text(to_json(body) + "\n", encoding="utf-8")
-    part.replace(target)
+    try:
+        part.write_text(to_json(body) + "\n", encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        raise SegueError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def check_writable(file: str, option: str) -> None:
+    """Raise ConfigError, in the name of `option`, if `write_json` could not write `file`."""
+    target = Path(file)
+    if file == "-":
+        return
+    if target.is_dir():
+        raise ConfigError(f"{option}: {file} is a folder")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: cannot write into the folder {target.parent}")
 
 
 def complain(message: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -101,6 +102,13 @@ def read_status(code: int, body: object) -> Seen:
 def _normal(url: str) -> str:
     url = url if "://" in url else f"http://{url}"
     if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url}: expected a URL such as {DEFAULT_URL}")
+    try:
+        parts = urlsplit(url)
+        usable = bool(parts.hostname) and parts.port != 0  # reading the port checks it
+    except ValueError as error:
+        raise ConfigError(f"{url}: {str(error).lower()}") from error
+    if not usable:
         raise ConfigError(f"{url}: expected a URL such as {DEFAULT_URL}")
     return url.rstrip("/").removesuffix("/status")
 

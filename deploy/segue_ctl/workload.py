@@ -14,6 +14,7 @@ from segue_ctl import article
 from segue_ctl.cluster import Cluster
 from segue_ctl.failure_run import Question, count_tokens, uninterrupted
 from segue_ctl.model import DEFAULT_MODEL_DIR, is_model
+from segue_ctl.output import check_writable
 from segue_ctl.vllm_server import MAX_MODEL_LEN, EngineSpec, count_gpus, one_core_each
 
 ENGINES = ("a", "b")
@@ -41,9 +42,11 @@ def add_failure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace, prompt_tokens: Sequence[int]) -> None:
-    """Raise ConfigError for numbers that make no sense, before anything is started."""
+    """Raise ConfigError for what cannot work out, before anything is started."""
     if not is_model(args.model_dir):
         raise ConfigError(f"--model-dir: no model in {args.model_dir}", hint="make setup")
+    if getattr(args, "json", None):
+        check_writable(args.json, "--json")
     if args.max_tokens < 2:
         raise ConfigError("--max-tokens: expected at least 2")
     if not 1 <= getattr(args, "kill_after", 1) < args.max_tokens:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 
 import aiohttp
 import structlog
@@ -65,31 +66,27 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ClientError as error:
-        context.metrics.request(request.path if request.path in PATHS else "other", "client_error")
+        outcome = "client_error" if error.status < 500 else "failed"
+        context.metrics.request(request.path if request.path in PATHS else "other", outcome)
         return client_error_answer(error)
 
 
-def _admit(context: Context) -> None:
-    if context.stopping:
-        raise ClientError(503, "the router is shutting down", code="router_stopping", kind="server_error")
-    limit = context.settings.limits.max_active
-    if len(context.running) >= limit:
-        raise ClientError(
-            503, f"{limit} requests are being served already", code="overloaded", kind="server_error"
-        )
+async def _body(context: Context, http: web.Request) -> bytes:
+    settings = context.settings
+    return await read_body(http, settings.limits.max_body_bytes, settings.timeouts.body_ms)
 
 
 async def _generate(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
-    _admit(context)
-    raw = await read_body(http, context.settings.limits.max_body_bytes)
-    return await Generation(context, http, parse_request(http.path, raw)).run()
+    with context.admission():
+        raw = await _body(context, http)
+        return await Generation(context, http, parse_request(http.path, raw)).run()
 
 
 async def _pass(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
-    _admit(context)
-    return await Passthrough(context, http).run()
+    with context.admission():
+        return await Passthrough(context, http, await _body(context, http)).run()
 
 
 async def _models(http: web.Request) -> web.Response:
@@ -156,7 +153,10 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
         skip_auto_headers=("User-Agent", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
-    control = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+    # Each daemon's watch keeps a connection for good: no limit, or many of them would lock the probes out.
+    control = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+    )
     registry = Registry(settings, control)
     context = Context(settings, registry, data, control, Metrics(), Stories(settings.limits.max_stories))
     runner: web.AppRunner | None = None
@@ -188,6 +188,7 @@ async def _drain(context: Context, runner: web.AppRunner) -> None:
     for site in list(runner.sites):
         await site.stop()
     await _until_idle(context, context.settings.timeouts.shutdown_grace_ms / 1000)
+    context.cutting_off = True
     if context.running:
         log.warning("cutting off answers at shutdown", requests=len(context.running))
     for request in tuple(context.running):
@@ -205,9 +206,23 @@ async def _until_idle(context: Context, seconds: float) -> None:
         return
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host can connect to `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def serve(settings: RouterSettings) -> None:
     """Run until SIGTERM or SIGINT."""
+    if not is_loopback(settings.listen.host):
+        log.warning(
+            "listening beyond this host, without encryption or authentication", host=settings.listen.host
+        )
     async with running_router(settings) as (_, port):
+        signalled = asyncio.create_task(until_signalled())
+        await asyncio.sleep(0)  # a signal is heard before anybody is told that the router listens
         print(f"segue-router: listening on http://{settings.listen.host}:{port}", flush=True)  # noqa: T201
-        signal_name = await until_signalled()
+        signal_name = await signalled
         log.info("stopping", signal=signal_name)

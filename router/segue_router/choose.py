@@ -79,7 +79,8 @@ def _most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _score(key: str, name: str) -> int:
-    digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
+    # Headers that are not UTF-8 arrive as surrogates: any bytes do as a name.
+    digest = hashlib.blake2b(f"{key}\0{name}".encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 

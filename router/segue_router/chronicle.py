@@ -8,10 +8,13 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from msgspec.structs import replace
+
+from segue_core.messages.status import Move
 from segue_router.errors import UpstreamFailure
 from segue_router.metrics import Metrics
 from segue_router.resume import Progress
-from segue_router.stories import MoveRecord, Stories, Story
+from segue_router.stories import Stories, Story
 from segue_router.upstream import Attempt, now_ms
 
 OUTCOMES = Literal["active", "ok", "client_error", "client_left", "failed", "refused"]
@@ -30,7 +33,7 @@ class Chronicle:
         self._detect_ms: float | None = None
         self._token_ms: float | None = None
         self._gained_here = False
-        self._undecided: MoveRecord | None = None
+        self._undecided = False
         stories.begin(self.story)
 
     def sent(self, engine: str) -> None:
@@ -42,9 +45,9 @@ class Chronicle:
             self._metrics.added_latency.observe((self._sent_ms - self._arrived_ms) / 1000)
         if not story.engines or story.engines[-1] != engine:
             story.engines.append(engine)
-        if self._undecided is not None:
-            self._undecided.decide_ms = _round(self._sent_ms - self._failed_ms)
-            self._undecided = None
+        if self._undecided:
+            self._undecided = False
+            story.moves[-1] = replace(story.moves[-1], decide_ms=_round(self._sent_ms - self._failed_ms))
 
     def gained(self) -> None:
         """The client gets something new (or will, in its whole answer)."""
@@ -53,11 +56,11 @@ class Chronicle:
         if story.ttft_ms is None:
             story.ttft_ms = _round(now - self._arrived_ms)
         if not self._gained_here and story.moves:
-            move = story.moves[-1]
-            move.first_token_ms = _round(now - self._sent_ms)
-            if self._token_ms is not None:
-                move.gap_ms = _round(now - self._token_ms)
-                self._metrics.gap.observe(move.gap_ms / 1000)
+            gap_ms = None if self._token_ms is None else _round(now - self._token_ms)
+            if gap_ms is not None:
+                self._metrics.gap.observe(gap_ms / 1000)
+            first_token_ms = _round(now - self._sent_ms)
+            story.moves[-1] = replace(story.moves[-1], first_token_ms=first_token_ms, gap_ms=gap_ms)
         self._token_ms = now
         self._gained_here = True
 
@@ -74,11 +77,13 @@ class Chronicle:
         failure: UpstreamFailure,
         how: Literal["restart", "by_ids"],
         progress: Progress,
+        dropped_tokens: int,
         watermark: int,
     ) -> None:
         """After `failure` of `engine` it will go on at `to`."""
         self._metrics.resume(how)
-        self._undecided = MoveRecord(
+        self._undecided = True
+        move = Move(
             from_engine=engine,
             to=to,
             detected_by=failure.cause,
@@ -87,10 +92,10 @@ class Chronicle:
             watermark=watermark,
             how=how,
             delivered_tokens=len(progress.delivered_ids),
-            dropped_tokens=progress.held_tokens,
+            dropped_tokens=dropped_tokens,
             decide_ms=0.0,
         )
-        self.story.moves.append(self._undecided)
+        self.story.moves.append(move)
 
     def is_at(self, prompt_tokens: int, delivered_tokens: int) -> None:
         """How far the answer is."""

@@ -5,6 +5,7 @@ Invariant: a stream that broke never ends with `[DONE]`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,15 +50,21 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() in ANSWER_HEADERS}
 
 
-async def read_body(http: web.Request, limit: int) -> bytes:
-    """The request's body. Raises ClientError (413) beyond `limit` bytes."""
+async def read_body(http: web.Request, limit: int, timeout_ms: int) -> bytes:
+    """The request's body. Raises ClientError: 413 beyond `limit` bytes, 408 if it takes too long."""
     if (http.content_length or 0) > limit:
         raise ClientError(413, f"the body is larger than {limit} bytes", code="request_too_large")
     body = bytearray()
-    async for chunk in http.content.iter_any():
-        body += chunk
-        if len(body) > limit:
-            raise ClientError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            async for chunk in http.content.iter_any():
+                body += chunk
+                if len(body) > limit:
+                    raise ClientError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    except TimeoutError as error:
+        raise ClientError(
+            408, f"the body took longer than {timeout_ms} ms", code="request_timeout"
+        ) from error
     return bytes(body)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
 
 from segue_router.engines import Registry
+from segue_router.errors import ClientError
 from segue_router.metrics import Metrics
 from segue_router.settings import RouterSettings
 from segue_router.stories import Stories
@@ -35,18 +38,41 @@ class Context:
     running: set[Running] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     background: set[asyncio.Task[bool]] = field(default_factory=set)
+    admitted: int = 0
+    """Requests between their headers and the end of their answer."""
     stopping: bool = False
+    """Nothing new is accepted; what runs may go on, also elsewhere."""
+    cutting_off: bool = False
+    """The grace time is over: nothing goes on."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
-    def begin(self, request: Running) -> None:
-        """It is being served."""
-        self.running.add(request)
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """A request is taken in, and let go at the end. Raises ClientError (503) if there is no room."""
+        if self.stopping:
+            raise ClientError(503, "the router is shutting down", code="router_stopping", kind="server_error")
+        limit = self.settings.limits.max_active
+        if self.admitted >= limit:
+            raise ClientError(
+                503, f"{limit} requests are being served already", code="overloaded", kind="server_error"
+            )
+        self.admitted += 1
         self.idle.clear()
+        try:
+            yield
+        finally:
+            self.admitted -= 1
+            if not self.admitted:
+                self.idle.set()
+
+    def begin(self, request: Running) -> None:
+        """It is read and is being served. Raises ClientError (503) if that comes too late."""
+        if self.cutting_off:
+            raise ClientError(503, "the router is shutting down", code="router_stopping", kind="server_error")
+        self.running.add(request)
 
     def end(self, request: Running) -> None:
         """It is over."""
         self.running.discard(request)
-        if not self.running:
-            self.idle.set()

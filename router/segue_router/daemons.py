@@ -1,5 +1,7 @@
-"""The daemons as the router asks them, over HTTP. Every call has a deadline and none of them raises:
-a daemon that cannot be reached costs recomputation, never an answer.
+"""The daemons as the router asks them, over HTTP.
+
+Every call has a deadline, and a daemon that cannot be reached raises nothing: it costs recomputation, never
+an answer. Only `promote` raises, when somebody else has gone on with the sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import msgspec
 from segue_core.messages.status import EngineStatus, Promoted, PromoteRequest, SequenceStatus
 from segue_router.health import DAEMON_SILENCE_MS
 
-REACH = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError)
+REACH = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError, RecursionError)
 """Everything that can go wrong with a daemon's answer; msgspec.ValidationError is a DecodeError."""
+
+SETTLE_S = 1.0
+"""How long a router that stops waits for fences that are under way."""
 
 
 class Superseded(Exception):
@@ -90,7 +95,10 @@ def _total(milliseconds: int) -> aiohttp.ClientTimeout:
 
 
 async def settle(tasks: set[asyncio.Task[bool]]) -> None:
-    """Wait for what was started beside the answers (fencing), or cancel it."""
-    for task in tasks:
+    """Let what was started beside the answers (fencing) come to its end; cancel what takes too long."""
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tuple(tasks), timeout=SETTLE_S)
+    for task in late:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*late, return_exceptions=True)

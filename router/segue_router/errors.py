@@ -70,3 +70,14 @@ def fault_in(body: dict[str, Any]) -> EngineFault | None:
     text = message if isinstance(message, str) else str(error)
     number = int(code) if isinstance(code, int) or (isinstance(code, str) and code.isdigit()) else 0
     return EngineFault(text[:2000], number, body)
+
+
+INTERRUPTED = frozenset({"abort", "error"})
+"""Values of `finish_reason` with which an engine ends what it has not finished: vLLM says `abort` to every
+request when it is stopped, paused or put to sleep."""
+
+
+def check_not_interrupted(finish_reason: object) -> None:
+    """Raise EngineFault if the engine broke the answer off instead of finishing it."""
+    if isinstance(finish_reason, str) and finish_reason in INTERRUPTED:
+        raise EngineFault(f"the engine broke the answer off (finish_reason {finish_reason!r})", 0, {})

@@ -5,7 +5,8 @@
     down     refused, its process ended, or stands still; used when all are down (suspect yourself first).
 
 Invariants: a client's error never changes a state; an engine that was down comes back only through a good
-answer to a probe, and where its daemon watches it, only while the daemon says that it runs.
+answer to a probe, and where its daemon watches it, only while the daemon says that it runs. (A daemon that
+knows of a dead engine only does not watch the one that was started after it without the shim.)
 Progress decides, not politeness. Times are monotonic milliseconds, passed in.
 """
 
@@ -37,11 +38,14 @@ class EngineHealth:
         self._hold_until_ms = float("-inf")
         self._daemon: EngineStatus | None = None
         self._daemon_ms = float("-inf")
+        self._dead_ms = float("-inf")
+        self._outlived = False
+        """An engine serves there of which the daemon, that knows a dead one only, does not know."""
 
     def daemon(self, now_ms: float) -> EngineStatus | None:
-        """What the daemon says, if it was heard lately and watches an engine at all."""
+        """What the daemon says, if it was heard lately and watches the engine at all."""
         fresh = now_ms - self._daemon_ms <= DAEMON_SILENCE_MS
-        if self._daemon is None or not fresh or self._daemon.state == "absent":
+        if self._daemon is None or not fresh or self._daemon.state == "absent" or self._outlived:
             return None
         return self._daemon
 
@@ -72,15 +76,23 @@ class EngineHealth:
         self._become("down", detail)
 
     def stalled(self, now_ms: float) -> None:
-        """A stream was given up because neither it nor its engine made progress."""
+        """A stream was given up because neither it nor its engine made progress.
+
+        All streams of one stall count once: those that follow while the engine is held out change nothing.
+        """
         self.failures += 1
+        if now_ms < self._hold_until_ms:
+            return
         self._hold_until_ms = now_ms + min(HOLD_MS << min(self._stalls, 10), MAX_HOLD_MS)
         self._stalls += 1
         self._become("down", "no progress")
 
-    def probe_ok(self, now_ms: float) -> None:
-        """`/health` and `/v1/models` answered well."""
+    def probe_ok(self, now_ms: float, *, began_ms: float) -> None:
+        """`/health` and `/v1/models` answered well to a probe that began at `began_ms`."""
         self.probed_ok_ms = now_ms
+        known_dead = self._daemon is not None and self._daemon.state == "dead"
+        if known_dead and began_ms > self._dead_ms + HOLD_MS:
+            self._outlived = True
         daemon = self.daemon(now_ms)
         if daemon is not None and daemon.state != "running":
             self._become("down", f"its daemon says: {daemon.state}")
@@ -106,8 +118,11 @@ class EngineHealth:
         self._daemon, self._daemon_ms = status, now_ms
         ended = before is not None and before.state in ("running", "stalled")
         if status.state == "dead":
-            self._become("down", "its daemon says: dead")
+            if before is None or (before.state, before.incarnation) != ("dead", status.incarnation):
+                self._dead_ms, self._outlived = now_ms, False
+                self._become("down", "its daemon says: dead")
             return ended
+        self._outlived = False
         if status.state == "stalled":
             self._become("down", "its daemon says: stalled")
         if before is None or not ended or not before.incarnation or not status.incarnation:
@@ -159,3 +174,13 @@ def is_stalled(
     if silent_ms >= first_token_ms or (silent_ms >= stall_ms and health.state == "down"):
         return True
     return not wait.first_token and silent_ms >= stall_ms and now_ms - progressed_ms >= stall_ms
+
+
+def stands_still(health: EngineHealth, *, progressed_ms: float, now_ms: float, stall_ms: int) -> bool:
+    """Whether the engine of a stream that was given up makes no progress with others' either."""
+    if now_ms - progressed_ms < stall_ms:
+        return False
+    daemon = health.daemon(now_ms)
+    if daemon is None or daemon.state != "running":
+        return True
+    return daemon.running == 0 or daemon.progress_age_ms >= stall_ms

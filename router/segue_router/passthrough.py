@@ -6,24 +6,27 @@ never ended as if it were complete.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 from yarl import URL
 
 from segue_router.choose import Candidate, rank_new
-from segue_router.client import answer_headers, read_body, request_headers
+from segue_router.client import answer_headers, request_headers
 from segue_router.context import Context
-from segue_router.engines import Engine
+from segue_router.engine import Engine
 from segue_router.errors import ClientError, UpstreamFailure, error_body
 from segue_router.upstream import Attempt
 
 
 class Passthrough:
-    """One such request."""
+    """One such request. What it brings says nothing of the engine's generations: a hung one serves some."""
 
-    def __init__(self, context: Context, http: web.Request) -> None:
+    def __init__(self, context: Context, http: web.Request, body: bytes) -> None:
         self._context = context
         self._http = http
+        self._body = body
         self._attempt: Attempt | None = None
 
     def stop(self) -> None:
@@ -34,27 +37,29 @@ class Passthrough:
     async def run(self) -> web.StreamResponse:
         """Serve it. Raises ClientError."""
         context = self._context
-        body = await read_body(self._http, context.settings.limits.max_body_bytes)
         context.begin(self)
-        outcome = "failed"
         try:
-            response = await self._serve(body)
-            outcome = "ok" if response.status < 400 else "client_error" if response.status < 500 else "failed"
-            return response
+            response = await self._serve()
+        except asyncio.CancelledError:
+            context.metrics.request("other", "client_left")
+            raise
         finally:
             context.end(self)
-            context.metrics.request("other", outcome)
+        outcome = "ok" if response.status < 400 else "client_error" if response.status < 500 else "failed"
+        context.metrics.request("other", outcome)
+        return response
 
-    async def _serve(self, body: bytes) -> web.StreamResponse:
+    async def _serve(self) -> web.StreamResponse:
         tried: set[str] = set()
         failure: UpstreamFailure | None = None
-        while (engine := self._choose(body, tried)) is not None:
+        model = _model_in(self._body)
+        while (engine := self._choose(model, tried)) is not None:
             tried.add(engine.name)
             limits = self._context.settings.limits
-            self._attempt = Attempt(engine.name, max_event_bytes=limits.max_event_bytes, whole=True)
+            self._attempt = Attempt(max_event_bytes=limits.max_event_bytes, whole=True)
             engine.attempts.add(self._attempt)
             try:
-                return await self._pass(engine, self._attempt, body)
+                return await self._pass(engine, self._attempt)
             except UpstreamFailure as error:
                 failure = error
                 self._context.registry.failed(engine, error)
@@ -70,9 +75,9 @@ class Passthrough:
         status = 503 if failure.cause == "connect" else 502
         raise ClientError(status, f"the engine failed: {failure}", code=failure.cause, kind="server_error")
 
-    def _choose(self, body: bytes, tried: set[str]) -> Engine | None:
+    def _choose(self, model: str, tried: set[str]) -> Engine | None:
         registry = self._context.registry
-        engines = registry.serving(_model_in(body)) or registry.engines
+        engines = registry.serving(model) or registry.engines
         candidates = [
             Candidate(engine.name, engine.health.state, len(engine.attempts))
             for engine in engines
@@ -82,12 +87,13 @@ class Passthrough:
         ranked = rank_new(candidates, session)
         return registry[ranked[0]] if ranked else None
 
-    async def _pass(self, engine: Engine, attempt: Attempt, body: bytes) -> web.StreamResponse:
+    async def _pass(self, engine: Engine, attempt: Attempt) -> web.StreamResponse:
         upstream = await attempt.open(
             self._context.data,
             self._http.method,
-            URL(engine.url + self._http.raw_path, encoded=True),
-            body=body,
+            # Not raw_path: a client may write its target with scheme and host (RFC 9112, absolute-form).
+            URL(engine.url + self._http.rel_url.raw_path_qs, encoded=True),
+            body=self._body,
             headers=request_headers(self._http.headers),
             connect_ms=self._context.settings.timeouts.connect_ms,
         )
@@ -97,7 +103,6 @@ class Passthrough:
         await response.prepare(self._http)
         try:
             while chunk := await attempt.read_bytes():
-                engine.progressed()
                 await response.write(chunk)
         except UpstreamFailure as failure:
             self._context.registry.failed(engine, failure)
@@ -122,6 +127,6 @@ def _model_in(body: bytes) -> str:
         return ""
     try:
         model = msgspec.json.decode(body).get("model")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return model if isinstance(model, str) else ""

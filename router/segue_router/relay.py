@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue_router.errors import MalformedEvent
+from segue_router.errors import MalformedEvent, check_not_interrupted
 from segue_router.request import GenerationRequest
 from segue_router.resume import Progress
 from segue_router.sse import DONE, event
@@ -22,6 +22,8 @@ class Relay:
     def __init__(self, request: GenerationRequest) -> None:
         self.done = False
         self.delivered_tokens = 0
+        self.gains = 0
+        """Events that brought something of the answer."""
         self.prompt_ids: list[int] | None = None
         self._request = request
         self._held: list[bytes] = []
@@ -43,7 +45,7 @@ class Relay:
             ids_known=False,
         )
 
-    def next_engine(self, *, by_ids: bool) -> None:
+    def next_engine(self, *, by_ids: bool, given_back: int = 0) -> None:
         """Another engine starts from the beginning; the client has nothing yet."""
         assert not by_ids and not self._sent
         self.done = False
@@ -57,6 +59,8 @@ class Relay:
         choices = decode_event(payload).get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise MalformedEvent("an event without `choices`")
+        for choice in choices:
+            check_not_interrupted(choice.get("finish_reason"))
         self._usage_sent = self._usage_sent or not choices
         for choice in choices:
             if choice.get("finish_reason") is not None:
@@ -64,6 +68,7 @@ class Relay:
         self._held.append(event(payload.replace(b"\n", b"")))
         if all(map(_is_quiet, choices)) and choices:
             return b""
+        self.gains += 1
         self._sent = True
         out = b"".join(self._held)
         self._held = []

@@ -52,9 +52,9 @@ class GenerationRequest:
             return other if isinstance(other, int) else limit if isinstance(limit, int) else None
         return limit if isinstance(limit, int) else COMPLETIONS_DEFAULT_MAX_TOKENS
 
-    def engine_body(self, params: SegueParams | None) -> dict[str, Any]:
-        """The body for an engine that starts from the beginning."""
-        body = with_params(self.body, params)
+    def engine_body(self, params: SegueParams | None, model: str = "") -> dict[str, Any]:
+        """The body for an engine that starts from the beginning; `model` for a request without one."""
+        body = with_params(self.body, params, model)
         if self.mode == "tracked":
             body["stream"] = True
             body["return_token_ids"] = True
@@ -63,15 +63,20 @@ class GenerationRequest:
         return body
 
 
-def with_params(body: dict[str, Any], params: SegueParams | None) -> dict[str, Any]:
-    """A copy of `body` that carries `params` beside the client's own `kv_transfer_params`."""
+def with_params(body: dict[str, Any], params: SegueParams | None, model: str = "") -> dict[str, Any]:
+    """A copy of `body` with `params` beside its own `kv_transfer_params`, and `model` if it names none.
+
+    What the client itself says under Segue's key is never passed on: it could name somebody else's sequence.
+    """
     body = dict(body)
+    if model and not body.get("model"):
+        body["model"] = model
+    own = body.get("kv_transfer_params")
+    kept = {key: value for key, value in own.items() if key != PARAMS_KEY} if isinstance(own, dict) else {}
     if params is not None:
-        own = body.get("kv_transfer_params")
-        body["kv_transfer_params"] = {
-            **(own if isinstance(own, dict) else {}),
-            PARAMS_KEY: msgspec.to_builtins(params),
-        }
+        body["kv_transfer_params"] = {**kept, PARAMS_KEY: msgspec.to_builtins(params)}
+    elif isinstance(own, dict) and PARAMS_KEY in own:
+        body["kv_transfer_params"] = kept
     return body
 
 
@@ -79,13 +84,17 @@ def parse_request(path: str, raw: bytes) -> GenerationRequest:
     """Read the body of a request to one of PATHS. Raises ClientError (400)."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ClientError(400, "the body must be a JSON object", code="invalid_json")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise ClientError(400, "`model` must be a string", code="invalid_model")
+    if type(body.get("n")) not in (int, type(None)):  # engines may read 2.0, "2" or true as a number
+        raise ClientError(400, "`n` must be an integer", code="invalid_n")
+    if not isinstance(body.get("stream"), (bool, type(None))):
+        raise ClientError(400, "`stream` must be true or false", code="invalid_stream")
     api = PATHS[path]
     stream = body.get("stream") is True
     options = body.get("stream_options")
@@ -172,7 +181,7 @@ def obstacle(api: Api, body: dict[str, Any]) -> str:
         ("truncated_prompt", get("truncate_prompt_tokens") is not None),
         (
             "output_state",  # these look at the output alone, which starts anew
-            bool(get("thinking_token_budget"))
+            get("thinking_token_budget") not in (None, -1)
             or bool(get("repetition_detection"))
             or bool(get("watermarking"))
             or bool(get("logits_processors"))

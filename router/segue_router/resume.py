@@ -6,8 +6,8 @@ prefix. What cannot be continued rightly is refused with a reason, never guessed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from segue_core.messages.request import SegueParams
@@ -41,6 +41,9 @@ CHAT_ONLY = frozenset(
 )
 """Fields of a chat request that mean nothing, or something else, to /v1/completions."""
 
+OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
+"""These look at the output alone, which starts anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -64,6 +67,12 @@ class Progress:
     """What the client has does not end inside a character."""
     parsed: bool = False
     """The engine's parsers took part (reasoning, tool calls): output is not plain text."""
+    single: bool = True
+    """The last event that was delivered was one token with its text."""
+    text_may_lag: bool = False
+    """The last delivered ids may have text that was not delivered: see `seam`."""
+    recent_text: str = ""
+    """The text of (at least) the last SEAM_IDS delivered ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,13 @@ class Target:
     """What the engine that takes over can do. To come: `exact`, the shim continues the original request."""
 
     max_model_len: int | None = None
+    """Longest context of the answer: that of the engine on which it began."""
+    model: str = ""
+    """The model that a request without one began on."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters that the engine sets where the request does not."""
+    give_back: int | None = 0
+    """Delivered ids whose text was not delivered: generated again. None: their number cannot be known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,8 @@ class ByIds:
     path: str
     body: dict[str, Any]
     dropped_tokens: int
+    given_back: int = 0
+    """Of the dropped tokens, those that count as delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +131,7 @@ def how_to_resume(
     """Decide. `params` go to an engine with a daemon; the body must not depend on anything else."""
     if progress.finish_reason is not None:
         return Finish(progress.finish_reason) if progress.closable else Refuse("unknown_usage")
-    obstacle = _obstacle(request, progress)
+    obstacle = _obstacle(request, progress, target)
     if not obstacle and progress.delivered_ids and progress.prompt_ids:
         left = _tokens_left(request, progress, target)
         if left is None:
@@ -121,14 +139,16 @@ def how_to_resume(
         elif left <= 0:
             return Finish("length")
         else:
-            body = _by_ids_body(request, progress, left, params)
-            return ByIds(COMPLETIONS_PATH, body, progress.held_tokens)
+            assert target.give_back is not None
+            body = _by_ids_body(request, progress, target, left, params)
+            dropped = progress.held_tokens + target.give_back
+            return ByIds(COMPLETIONS_PATH, body, dropped, target.give_back)
     if not progress.client_has:
-        return Restart(request.path, request.engine_body(params))
+        return Restart(request.path, request.engine_body(params, target.model))
     return Refuse(obstacle or "unknown_token_ids")
 
 
-def _obstacle(request: GenerationRequest, progress: Progress) -> str:
+def _obstacle(request: GenerationRequest, progress: Progress, target: Target) -> str:
     if request.obstacle:
         return request.obstacle
     if request.mode != "tracked":
@@ -141,30 +161,36 @@ def _obstacle(request: GenerationRequest, progress: Progress) -> str:
         return "unknown_token_ids"
     if not progress.whole_characters:
         return "unfinished_character"
+    if any(target.defaults.get(name) and request.body.get(name) is None for name in OUTPUT_PENALTIES):
+        return "penalties"
+    if target.give_back is None:
+        return "seam_text"
     return ""
 
 
 def _tokens_left(request: GenerationRequest, progress: Progress, target: Target) -> int | None:
     """Output tokens that the uninterrupted request would still have been allowed; None: unknown."""
     assert progress.prompt_ids is not None
-    delivered = len(progress.delivered_ids)
+    delivered = len(progress.delivered_ids) - (target.give_back or 0)
     limits = []
     if request.max_tokens is not None:
-        limits.append(request.max_tokens - delivered)
+        limits.append(request.max_tokens)
+    if "max_tokens" in target.defaults:  # vLLM caps every request by it, whatever the request says
+        limits.append(int(target.defaults["max_tokens"]))
     if target.max_model_len is not None:
-        limits.append(target.max_model_len - len(progress.prompt_ids) - delivered)
-    return min(limits) if limits else None
+        limits.append(target.max_model_len - len(progress.prompt_ids))
+    return min(limits) - delivered if limits else None
 
 
 def _by_ids_body(
-    request: GenerationRequest, progress: Progress, left: int, params: SegueParams | None
+    request: GenerationRequest, progress: Progress, target: Target, left: int, params: SegueParams | None
 ) -> dict[str, Any]:
     assert progress.prompt_ids is not None
-    body = with_params(request.body, params)
+    body = with_params(request.body, params, target.model)
     if request.api == "chat":
         body = {key: value for key, value in body.items() if key not in CHAT_ONLY}
-    delivered = len(progress.delivered_ids)
-    body["prompt"] = [*progress.prompt_ids, *progress.delivered_ids]
+    delivered = len(progress.delivered_ids) - (target.give_back or 0)
+    body["prompt"] = [*progress.prompt_ids, *progress.delivered_ids[:delivered]]
     body["max_tokens"] = left
     if body.get("min_tokens"):
         body["min_tokens"] = max(0, body["min_tokens"] - delivered)

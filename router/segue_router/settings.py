@@ -6,6 +6,7 @@ One YAML file; unknown keys and bad values are refused with the path of the key.
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,17 @@ class ListenSettings(Settings, frozen=True):
     """Port to listen on; 0 picks a free one, which is printed."""
 
 
+class GenerationDefaults(Settings, frozen=True):
+    """Sampling parameters that an engine sets where a request does not (vLLM: its generation config)."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Caps every answer, whatever the request says."""
+    presence_penalty: float | None = None
+    """Not zero: only requests that set it themselves can be resumed."""
+    frequency_penalty: float | None = None
+    """The same."""
+
+
 class EngineSettings(Settings, frozen=True):
     """One OpenAI-compatible engine, such as a vLLM server."""
 
@@ -39,6 +51,15 @@ class EngineSettings(Settings, frozen=True):
     """The model it serves. Empty: learnt from its `/v1/models`."""
     daemon: Url | None = None
     """The HTTP address of the segue-daemon beside it. None: it can still be failed over to (replay)."""
+    api_key_env: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_0-9]*$", max_length=128)] = ""
+    """Environment variable with the key that it wants of the router's probes (vLLM's `--api-key`)."""
+    generation_defaults: GenerationDefaults = GenerationDefaults()
+    """Its own sampling parameters; what is not set is learnt from its daemon, if it has one."""
+
+    def __post_init__(self) -> None:
+        _check_url(self.url, "engines[].url")
+        if self.daemon is not None:
+            _check_url(self.daemon, "engines[].daemon")
 
 
 class TimeoutSettings(Settings, frozen=True):
@@ -54,6 +75,8 @@ class TimeoutSettings(Settings, frozen=True):
     """Between two looks at an engine's `/health`."""
     health_ms: Milliseconds = 2_000
     """An engine's answer to `/health` and `/v1/models`."""
+    body_ms: Milliseconds = 60_000
+    """A client's request body, from its headers to its last byte."""
     promote_wait_ms: Milliseconds = 300
     """How long a standby's daemon may wait for the last tokens of a replica."""
     probe_ms: Milliseconds = 150
@@ -76,14 +99,14 @@ class FailoverSettings(Settings, frozen=True):
 
 
 class LimitSettings(Settings, frozen=True):
-    """Bounds of memory and load. Reaching one is an error for that request and a metric."""
+    """Bounds of memory and load. Reaching one is an error for that request, or ends its protection."""
 
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)] = 64 << 20
     """Largest request body, and largest answer that is buffered whole."""
     max_event_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     """Largest event of an engine's stream."""
     max_active: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 4_096
-    """Requests served at once."""
+    """Requests served at once, counted from their headers on."""
     max_transcript_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 1 << 20
     """Prompt and answer ids kept for one request; a longer one runs on but cannot be resumed."""
     max_stories: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1_024
@@ -119,3 +142,14 @@ class RouterSettings(Settings, frozen=True):
         check_unique([engine.url.rstrip("/") for engine in self.engines], "engines[].url")
         if not self.listen.host:
             raise ConfigError("`listen.host`: expected an address, found an empty string")
+
+
+def _check_url(url: str, key: str) -> None:
+    """Raise ConfigError for a host or port that no connection can be opened to."""
+    try:
+        parts = urlsplit(url)
+        usable = bool(parts.hostname) and parts.port != 0  # reading the port checks it
+    except ValueError as error:
+        raise ConfigError(f"`{key}`: {url!r}: {str(error).lower()}") from error
+    if not usable:
+        raise ConfigError(f"`{key}`: {url!r}: expected a host, and a port above 0 if any")

@@ -4,31 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Literal
 
 from segue_core.messages.status import Move, RequestStory
-
-
-@dataclass(slots=True)
-class MoveRecord:
-    """A move while it happens; see Move for the fields."""
-
-    from_engine: str
-    to: str
-    detected_by: str
-    at_monotonic_ns: int
-    detect_ms: float | None
-    watermark: int
-    how: Literal["restart", "by_ids", "exact"]
-    delivered_tokens: int
-    dropped_tokens: int
-    decide_ms: float
-    first_token_ms: float | None = None
-    gap_ms: float | None = None
-
-    def told(self) -> Move:
-        """As part of a story."""
-        return Move(**{name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(slots=True)
@@ -41,7 +18,7 @@ class Story:
     engines: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     delivered_tokens: int = 0
-    moves: list[MoveRecord] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     ttft_ms: float | None = None
     detail: str = ""
 
@@ -54,7 +31,7 @@ class Story:
             engines=tuple(self.engines),
             prompt_tokens=self.prompt_tokens,
             delivered_tokens=self.delivered_tokens,
-            moves=tuple(move.told() for move in self.moves),
+            moves=tuple(self.moves),
             ttft_ms=self.ttft_ms,
             detail=self.detail,
         )

@@ -8,7 +8,7 @@ a bare reset or for want of any other; the epoch only grows, and daemons hear of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from segue_core.messages.request import SegueParams
@@ -16,9 +16,10 @@ from segue_core.messages.status import PromoteRequest, SequenceStatus
 from segue_router.choose import Candidate, rank_for_resume, rank_new
 from segue_router.context import Context
 from segue_router.daemons import DaemonClient, Superseded
-from segue_router.engines import Engine
+from segue_router.engine import Engine, Served
 from segue_router.errors import Cause, UpstreamFailure
-from segue_router.resume import Progress
+from segue_router.resume import Progress, Target
+from segue_router.seam import MAX_GIVEN_BACK, SEAM_IDS, ends_together
 from segue_router.upstream import now_ms
 
 BUSY_RETRY_MS = 250
@@ -37,6 +38,15 @@ class Failed:
     times: int
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The engine on which the answer began, as it was then: what its continuation is measured by."""
+
+    served: Served | None
+    max_model_len: int | None
+    defaults: dict[str, float]
+
+
 class Takeover:
     """Of one request."""
 
@@ -52,6 +62,7 @@ class Takeover:
         self._retry_same = context.settings.failover.retry_same_engine_once
         self._asked_same = True
         self._last: Engine | None = None
+        self._origin: Origin | None = None
 
     def params(self, engine: Engine, *, resume: bool) -> SegueParams | None:
         """What the engine's shim is told; None where there is no daemon beside it."""
@@ -79,6 +90,54 @@ class Takeover:
         self._last = engine
         self._asked_same = not self._retry_same
 
+    def began_on(self, engine: Engine) -> None:
+        """Part of the answer is there. If it is the first part, `engine` said it."""
+        if self._origin is None:
+            self._origin = Origin(
+                engine.served(self._model), engine.max_model_len(self._model), engine.generation_defaults
+            )
+
+    def starts_again(self) -> None:
+        """Nothing of the answer counts any more."""
+        self._origin = None
+
+    def target(self, engine: Engine, *, give_back: int | None = 0) -> Target:
+        """What `engine` can do for the answer."""
+        origin = self._origin
+        if origin is None:
+            length = engine.max_model_len(self._model)
+            return Target(length, defaults=engine.generation_defaults, give_back=give_back)
+        model = origin.served.model if origin.served else self._model
+        set_there = {name: value for name, value in origin.defaults.items() if value}
+        return Target(
+            origin.max_model_len or engine.max_model_len(model),
+            model=model,
+            defaults={**engine.generation_defaults, **set_there},
+            give_back=give_back,
+        )
+
+    async def give_back(self, engine: Engine, progress: Progress, headers: Mapping[str, str]) -> int | None:
+        """How many delivered ids have text that the client has not got, by the tokenizer of `engine`.
+
+        None: it cannot be known. An engine that does not tell is believed where it hardly can be otherwise:
+        the last event was one token with text.
+        """
+        ids = progress.delivered_ids
+        if not ids or not progress.text_may_lag:
+            return 0
+        model = self._origin.served.model if self._origin and self._origin.served else self._model
+        deadline = now_ms() + self._context.settings.timeouts.health_ms
+        for count in range(min(MAX_GIVEN_BACK, len(ids) - 1) + 1):
+            end = len(ids) - count
+            text = await engine.client.text_of(
+                ids[max(0, end - SEAM_IDS) : end], model, headers, deadline - now_ms()
+            )
+            if text is None:
+                return 0 if count == 0 and progress.single else None
+            if ends_together(text, progress.recent_text, whole=len(ids) <= SEAM_IDS):
+                return count
+        return None
+
     def next_epoch(self) -> None:
         """Whoever writes on does so under a higher epoch."""
         self.epoch += 1
@@ -98,7 +157,7 @@ class Takeover:
         """The engine to go on at; waits up to `patience_ms` for one. None: there is none."""
         registry = self._context.registry
         deadline = now_ms() + patience_ms
-        while not self._context.stopping:
+        while not self._context.cutting_off:
             engine = await self._same_engine_at_once()
             if engine is None:
                 engine = await self._best(self._usable(), progress)
@@ -137,8 +196,21 @@ class Takeover:
         return [
             engine
             for engine in self._context.registry.serving(self._model)
-            if engine.name not in self._busy and self._may_use(engine)
+            if engine.name not in self._busy and self._may_use(engine) and self._can_continue(engine)
         ]
+
+    def _can_continue(self, engine: Engine) -> bool:
+        """Whether it has the model that the answer began with, and room for as long an answer."""
+        origin = self._origin
+        if origin is None or origin.served is None:
+            return True
+        model = origin.served.model
+        served, length = engine.served(model), engine.max_model_len(model)
+        if served is None:  # not reached yet: its configuration must name the model
+            return engine.settings.model == model
+        if not served.same_as(origin.served):
+            return False
+        return origin.max_model_len is None or length is None or length >= origin.max_model_len
 
     def _may_use(self, engine: Engine) -> bool:
         failed = self._failed.get(engine.name)
@@ -151,13 +223,13 @@ class Takeover:
         clients a tenth of a second before the kernel has torn down its memory and its daemon can know.
         """
         engine = self._retryable()
-        if engine is None:
+        if engine is None or not self._can_continue(engine):
             return None
         self._asked_same = True
         daemon = engine.health.daemon(now_ms())
         if daemon is None or daemon.state != "running":
             return None
-        if not await self._context.registry.answers(engine, self._context.settings.timeouts.probe_ms):
+        if not await engine.client.healthy(self._context.settings.timeouts.probe_ms):
             return None
         return engine
 
@@ -167,6 +239,8 @@ class Takeover:
         for engine in self._context.registry.serving(self._model):
             failed = self._failed.get(engine.name)
             if failed is None or failed.times > 1 or engine.name in self._busy:
+                continue
+            if not self._can_continue(engine):
                 continue
             if engine.health.state != "down" and engine.health.probed_ok_ms > failed.at_ms:
                 chances.append(engine)

@@ -8,20 +8,21 @@ is always a place where another engine can go on. It never decides what to do ab
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
 
-from segue_router.errors import MalformedEvent, fault_in
+from segue_router.errors import MalformedEvent, check_not_interrupted, fault_in
 from segue_router.request import GenerationRequest
 from segue_router.resume import Progress
+from segue_router.seam import REPLACEMENT, SEAM_IDS
 from segue_router.sse import DONE, event
 
-REPLACEMENT = "\ufffd"
-"""What a detokenizer gives for bytes that are not (yet) a character."""
 MAX_HELD_TOKENS = 16
 """Text that still ends in U+FFFD after so many tokens is meant: it is handed out as it is."""
-TAIL_CHARS = 128
+ABOUT_ITSELF = ("system_fingerprint", "metrics")
+"""What an engine says of itself beside an answer."""
 PLAIN_DELTA = frozenset({"role", "content"})
 
 
@@ -35,6 +36,8 @@ class Transcript:
         self.prompt_ids: list[int] | None = None
         self.delivered_ids: list[int] = []
         self.delivered_tokens = 0
+        self.gains = 0
+        """Events that brought something of the answer."""
         self.texts: dict[str, list[str]] = {}
         """Only of an answer that is assembled: pieces by field (content, reasoning...)."""
         self.id: Any = None
@@ -51,8 +54,9 @@ class Transcript:
         self._ids_known = self._whole = self._single = True
         self._parsed = self._overflow = False
         self._usage_chunk: dict[str, Any] | None = None
-        self._chars, self._tail = 0, ""
-        self._watch_for_leak = False
+        self._recent: deque[str] = deque(maxlen=SEAM_IDS)
+        self._again: list[int] = []
+        """Ids that the client has and that were given back: they are not handed out twice."""
 
     @property
     def progress(self) -> Progress:
@@ -63,11 +67,14 @@ class Transcript:
             delivered_ids=self.delivered_ids,
             held_tokens=len(self._held_ids),
             finish_reason=self.finish_reason,
-            closable=self._ids_known or self._usage_chunk is not None or not self._owes_usage,
+            closable=self._counted or self._usage_chunk is not None or not self._owes_usage,
             ids_known=self._ids_known and self.prompt_ids is not None,
             overflow=self._overflow,
             whole_characters=self._whole,
             parsed=self._parsed,
+            single=self._single,
+            text_may_lag=not self._single or (self._request.api == "chat" and not self._by_ids),
+            recent_text="".join(self._recent),
         )
 
     @property
@@ -75,11 +82,17 @@ class Transcript:
         return self._request.include_usage or not self._request.stream
 
     @property
-    def usage(self) -> dict[str, Any]:
-        """One usage for the whole answer: the engine's own if it was not joined, else counted."""
+    def _counted(self) -> bool:
+        return self._ids_known and self.prompt_ids is not None
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """One for the whole answer: the engine's own if it was not joined, else counted. None: not known."""
         if self._usage_chunk is not None and not self._joined:
             own: dict[str, Any] = self._usage_chunk["usage"]
             return own
+        if not self._counted:
+            return None
         prompt = len(self.prompt_ids or ())
         return {
             "prompt_tokens": prompt,
@@ -87,22 +100,26 @@ class Transcript:
             "completion_tokens": self.delivered_tokens,
         }
 
-    def next_engine(self, *, by_ids: bool) -> None:
-        """Another engine goes on: by ids after what was delivered, or from the start."""
+    def next_engine(self, *, by_ids: bool, given_back: int = 0) -> None:
+        """Another engine goes on: after what was delivered less `given_back` ids, or from the start."""
         self.done = False
         self._by_ids = by_ids
         self._held_ids, self._held_text = [], ""
         self._usage_chunk = None
         if by_ids:
             self._joined = True
-            self._watch_for_leak = not self._single
+            if given_back:
+                self._again = self.delivered_ids[-given_back:] + self._again
+                del self.delivered_ids[-given_back:]
+                self.delivered_tokens -= given_back
             return
         assert not (self._client_has and self._request.stream), "the client has part of the answer"
         self.prompt_ids = None
         self.delivered_ids, self.delivered_tokens = [], 0
         self.texts = {}
         self.extra = {}
-        self._chars, self._tail = 0, ""
+        self._recent.clear()
+        self._again = []
         self._client_has = self._joined = self._parsed = self._overflow = False
         self._ids_known = self._whole = self._single = True
 
@@ -132,9 +149,9 @@ class Transcript:
         return self._emit({}, self._blank_choice(), "", [])
 
     def closing(self) -> bytes:
-        """The end of a stream whose finish was said: the usage if asked for, and [DONE]."""
+        """The end of a stream whose finish was said: the usage if asked for and known, and [DONE]."""
         out = b""
-        if self._request.include_usage:
+        if self._request.include_usage and self.usage is not None:
             chunk = dict(self._usage_chunk or {"choices": []})
             chunk.update(id=self.id, object=self._object, created=self.created, model=self.model)
             chunk["usage"] = self.usage
@@ -146,6 +163,7 @@ class Transcript:
         return "chat.completion.chunk" if self._request.api == "chat" else "text_completion"
 
     def _take_usage(self, chunk: dict[str, Any]) -> bytes:
+        self._note_extra(chunk)
         if isinstance(chunk.get("usage"), dict):
             self._usage_chunk = chunk
         return b""
@@ -156,6 +174,7 @@ class Transcript:
         finish = choice.get("finish_reason")
         if finish is not None and not isinstance(finish, str):
             raise MalformedEvent("`finish_reason` is not a string")
+        check_not_interrupted(finish)
         if self.finish_reason is not None:
             raise MalformedEvent("output after the finish")
         self._note_prompt(chunk, choice)
@@ -168,20 +187,32 @@ class Transcript:
             self._ids_known = False
         new = ids or []
         self._note_extra(chunk)
+        if text or new or parsed:
+            self.gains += 1
         decorated = parsed or choice.get("logprobs") is not None
         if finish is None and not decorated and not self._is_whole(text, new):
             self._held_ids += new
             self._held_text += text
             return preamble
-        text = self._held_text + self._without_leak(text, len(new))
-        new = self._held_ids + new
+        text, new = self._held_text + text, self._held_ids + new
+        repeated = self._count_again(new)
         self._single = len(ids or ()) == 1
         self._whole = not text.endswith(REPLACEMENT)
         self._held_ids, self._held_text = [], ""
         self.finish_reason = finish
         self.stop_reason = choice.get("stop_reason")
         self._record(text, new, parsed, choice)
-        return preamble + self._emit(chunk, choice, text, new)
+        return preamble + self._emit(chunk, choice, text, new[repeated:])
+
+    def _count_again(self, ids: list[int]) -> int:
+        """How many of `ids` the client has already. Raises MalformedEvent if others came in their place."""
+        if not self._again or not self._request.wants_ids:
+            return 0
+        count = min(len(ids), len(self._again))
+        if ids[:count] != self._again[:count]:
+            raise MalformedEvent("other ids than those the client has for an unfinished piece of text")
+        del self._again[:count]
+        return count
 
     def _take_role(self, chunk: dict[str, Any], choice: dict[str, Any], role: str) -> bytes:
         """The preamble, once; the event's other content goes on without it."""
@@ -216,8 +247,7 @@ class Transcript:
                 self._overflow = True
 
     def _note_extra(self, chunk: dict[str, Any]) -> None:
-        if chunk.get("system_fingerprint"):
-            self.extra["system_fingerprint"] = chunk["system_fingerprint"]
+        self.extra |= {key: chunk[key] for key in ABOUT_ITSELF if chunk.get(key)}
 
     def _is_whole(self, text: str, ids: list[int]) -> bool:
         """Whether the client may have this piece: it has text, and the text ends with a whole character."""
@@ -225,33 +255,16 @@ class Transcript:
             return False
         return not text.endswith(REPLACEMENT) or len(self._held_ids) + len(ids) > MAX_HELD_TOKENS
 
-    def _without_leak(self, text: str, tokens: int) -> str:
-        """`text` less the prompt, which vLLM repeats as text if it was cut inside a character.
-
-        It can only be if the last event before the failure held several tokens, the last of them unfinished.
-        """
-        if not self._watch_for_leak or not text:
-            return text
-        self._watch_for_leak = False
-        assert self.prompt_ids is not None
-        if len(text) < self._chars + len(self.prompt_ids) // 2 or not self._tail:
-            return text
-        place = text.rfind(self._tail)
-        if place >= 0:
-            return text[place + len(self._tail) :]
-        if len(text) > TAIL_CHARS * (tokens + len(self._held_ids)):
-            raise MalformedEvent("the engine repeats its prompt as text")
-        return text
-
     def _record(self, text: str, ids: list[int], parsed: bool, choice: dict[str, Any]) -> None:
         self._client_has = True
         self._parsed = self._parsed or parsed
         self.delivered_tokens += len(ids)
-        if not self._overflow:
+        owed = self._request.wants_ids and not self._request.stream
+        if not self._overflow or owed:
             self.delivered_ids += ids
             self._overflow = len(self.delivered_ids) + len(self.prompt_ids or ()) > self._max_tokens
-        self._chars += len(text)
-        self._tail = (self._tail + text)[-TAIL_CHARS:]
+        if text:
+            self._recent.append(text)
         if not self._request.stream:
             self._keep("content", text)
             delta = choice.get("delta") if parsed else None
@@ -313,7 +326,7 @@ def decode_event(payload: bytes) -> dict[str, Any]:
     """An event's JSON object. Raises MalformedEvent, or EngineFault if it says that the request failed."""
     try:
         chunk = msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedEvent(f"an event is not JSON: {error}") from error
     if not isinstance(chunk, dict):
         raise MalformedEvent("an event is not a JSON object")

@@ -30,8 +30,7 @@ def now_ms() -> float:
 class Attempt:
     """See the module. `whole`: the answer is expected in one piece."""
 
-    def __init__(self, engine: str, *, max_event_bytes: int, whole: bool = False) -> None:
-        self.engine = engine
+    def __init__(self, *, max_event_bytes: int, whole: bool = False) -> None:
         self.response: aiohttp.ClientResponse | None = None
         self.last_byte_ms: float | None = None
         self.streaming = False

@@ -113,10 +113,19 @@ class Seen:
 
 
 class FakeEngine:
-    """Serve on a free port. `faults` (may be shared) are used up one a generation."""
+    """Serve on a free port. `faults` (may be shared) are used up one a generation.
+
+    cards: what `/v1/models` lists. api_key: wanted there. detokenizes, names_*: whether it does.
+    lag: what a parser of chat answers holds back until the next token: the "token", or all but its "blank".
+    """
 
     def __init__(
-        self, faults: deque[Fault] | None = None, *, chunk_tokens: int = 1, token_s: float = 0.0
+        self,
+        faults: deque[Fault] | None = None,
+        *,
+        chunk_tokens: int = 1,
+        token_s: float = 0.0,
+        always_streams: bool = False,
     ) -> None:
         self.faults: deque[Fault] = deque() if faults is None else faults
         self.seen: list[Seen] = []
@@ -124,6 +133,13 @@ class FakeEngine:
         self.probes_hang = False
         self.chunk_tokens = chunk_tokens
         self.token_s = token_s
+        self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "max_model_len": MODEL_LEN}]
+        self.api_key = ""
+        self.detokenizes = True
+        self.names_ids = self.names_usage = True
+        self.lag = ""
+        self.always_streams = always_streams
+        self.detokenized = 0
         self.arrived = asyncio.Event()
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -140,6 +156,7 @@ class FakeEngine:
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/broken", self._broken)
         app.router.add_route("*", "/v1/echo", self._echo)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -170,12 +187,19 @@ class FakeEngine:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, http: web.Request) -> web.Response:
-        return web.json_response(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": MODEL_LEN}]}
-        )
+        if self.api_key and http.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response({"object": "list", "data": self.cards})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         return web.json_response({"tokens": encode((await http.json())["prompt"])})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        self.detokenized += 1
+        if not self.detokenizes:
+            return web.json_response({"error": "Not Found"}, status=404)
+        text = b"".join(map(piece, (await http.json())["tokens"])).decode("utf-8", errors="replace")
+        return web.json_response({"prompt": text})
 
     async def _echo(self, http: web.Request) -> web.Response:
         return web.json_response(
@@ -227,7 +251,7 @@ class FakeEngine:
             return web.Response()
         if fault.kind == "slow_first":
             await asyncio.sleep(fault.delay_s)
-        if not body.get("stream"):
+        if not body.get("stream") and not self.always_streams:
             return await self._whole(http, body, fault)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
@@ -270,6 +294,12 @@ class FakeEngine:
             error = {"error": {"message": "EngineDeadError", "type": "x", "param": None, "code": code}}
             await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
+        elif kind == "abort":
+            choice = {"index": 0, "logprobs": None, "finish_reason": "abort", "token_ids": []}
+            choice |= {"delta": {"content": ""}} if "chat" in http.path else {"text": ""}
+            last = {"id": "x", "object": "y", "created": 1, "model": MODEL, "choices": [choice]}
+            await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
         elif kind == "half_chunk":
             data = b"data: " + json.dumps(event or {"choices": []}).encode()
             await response.write(data[: len(data) // 2])
@@ -302,7 +332,7 @@ class FakeEngine:
         """(output tokens in it, event) of an answer, as vLLM streams it."""
         prompt, output, finish = generate(path, body)
         chat = "chat" in path
-        wants = bool(body.get("return_token_ids"))
+        wants = bool(body.get("return_token_ids")) and self.names_ids
         head = {"id": f"id-{self.port}-{len(self.seen)}", "object": "o", "created": self.port, "model": MODEL}
         options = body.get("stream_options") or {}
 
@@ -322,6 +352,7 @@ class FakeEngine:
                 extra = {"prompt_token_ids": prompt} if wants else {}
                 yield 0, head | {"choices": [first]} | extra
             pending = b""
+            held = ""
             leaked = any(s <= prompt[-1] < s + len(e) - 1 for s, e in EMOJI.items())
             if leaked:
                 pending = b"".join(map(piece, prompt))
@@ -336,6 +367,11 @@ class FakeEngine:
                         pending = b""
                     except UnicodeDecodeError:
                         continue
+                if chat and self.lag:
+                    given = len(text) - len(text.lstrip()) if self.lag == "blank" else 0
+                    text, held = held + text[:given], text[given:]
+                    if last:
+                        text += held
                 choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
                 choice |= {"delta": {"content": text}} if chat else {"text": text}
                 if last:
@@ -348,7 +384,7 @@ class FakeEngine:
                 if options.get("continuous_usage_stats"):
                     event["usage"] = usage(start + len(ids))
                 yield len(ids), event
-        if options.get("include_usage"):
+        if options.get("include_usage") and self.names_usage:
             yield 0, head | {"choices": [], "usage": usage(len(output))}
 
     async def _whole(self, http: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
@@ -359,6 +395,8 @@ class FakeEngine:
             choice: dict[str, Any] = {"index": index, "finish_reason": finish}
             content = {"message": {"role": "assistant", "content": text}}
             choices.append(choice | (content if "chat" in http.path else {"text": text}))
+        if fault.kind == "abort":
+            choices[-1]["finish_reason"] = "abort"
         raw = json.dumps({"id": "whole", "choices": choices}).encode()
         if fault.kind == "die":
             response = web.StreamResponse(headers={"Content-Type": "application/json"})

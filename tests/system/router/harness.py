@@ -16,6 +16,7 @@ import pytest
 
 from segue_core.messages.status import RequestStory, RouterStatus
 from segue_router.app import running_router
+from segue_router.choose import Candidate, rank_new
 from segue_router.context import Context
 from segue_router.settings import RouterSettings
 from system.router.fake_daemon import FakeDaemon
@@ -33,6 +34,12 @@ FAST = {
     "failover_ms": 600,
     "shutdown_grace_ms": 200,
 }
+
+
+def session_of(name: str, names: str = "ab") -> str:
+    """A session whose home is engine `name` of `names`."""
+    engines = [Candidate(each) for each in names]
+    return next(key for key in map(str, range(100)) if rank_new(engines, f"session:{key}")[0] == name)
 
 
 async def eventually(condition: Callable[[], Any], what: str) -> None:
@@ -150,13 +157,18 @@ class Stage:
         return daemon
 
     async def router(
-        self, engines: list[FakeEngine], daemons: list[FakeDaemon] | None = None, **settings: Any
+        self,
+        engines: list[FakeEngine],
+        daemons: list[FakeDaemon] | None = None,
+        *,
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> Client:
-        """A router before `engines`, whose health it has seen."""
+        """A router before `engines`, whose health it has seen. `engine`: more keys for each of them."""
         names = "abcdefgh"
         entries: list[dict[str, Any]] = []
-        for index, engine in enumerate(engines):
-            entry: dict[str, Any] = {"name": names[index], "url": engine.url}
+        for index, fake in enumerate(engines):
+            entry: dict[str, Any] = {"name": names[index], "url": fake.url} | (engine or {})
             if daemons:
                 entry["daemon"] = daemons[index].url
             entries.append(entry)
@@ -170,9 +182,9 @@ class Stage:
         config = msgspec.convert(tree, RouterSettings)
         context, port = await self.stack.enter_async_context(running_router(config))
         session = await self.stack.enter_async_context(aiohttp.ClientSession())
-        for engine in context.registry.engines:
-            if engine.settings.url in [e.url for e in engines if e.healthy and e.port]:
-                await eventually(lambda e=engine: e.health.state == "up", f"{engine.name} is up")
+        for known in context.registry.engines:
+            if known.settings.url in [e.url for e in engines if e.healthy and e.port]:
+                await eventually(lambda e=known: e.health.state == "up", f"{known.name} is up")
         if daemons:
             for daemon in daemons:
                 await eventually(daemon.watched.is_set, "the daemon is watched")

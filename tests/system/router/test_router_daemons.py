@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from segue_router.daemons import settle
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import Client, Stage, eventually
@@ -162,6 +163,51 @@ async def test_superseded_epochs_are_overtaken(stage: Stage) -> None:
     assert_uninterrupted(answer, COMPLETIONS, body)
     second = next(e for i, e in enumerate(engines) if i != first and e.seen)
     assert second.seen[0].body["kv_transfer_params"]["segue"]["epoch"] == 41
+
+
+async def test_the_engine_that_goes_on_is_promoted_although_another_was_busy(stage: Stage) -> None:
+    """The first standby answers 503: the daemon of the second one is asked and fenced all the same."""
+    engines, daemons, client = await three(stage)
+    for daemon in daemons:
+        daemon.watermark = 15
+    stage.faults.extend([Fault("error_event", 8), Fault("status", status=503)])
+    body = request(COMPLETIONS)
+    answer = await client.ask(COMPLETIONS, body)
+    assert_uninterrupted(answer, COMPLETIONS, body)
+    last = next(i for i, engine in enumerate(engines) if engine.seen and engine.seen[-1].finished)
+    ((seq, promote),) = daemons[last].promoted
+    assert (seq, promote.epoch) == (answer.seq, 2)
+
+
+async def test_an_engine_without_shim_serves_although_its_daemon_remembers_a_dead_one(stage: Stage) -> None:
+    """It was restarted unprotected: the daemon says "dead" for ever, the engine answers."""
+    engine, daemon = await stage.engine(), await stage.daemon()
+    client = await stage.router([engine], [daemon])
+    health = client.context.registry["a"].health
+    daemon.say(state="dead")
+    await eventually(lambda: health.state == "down", "dead is believed")
+    await eventually(lambda: health.state == "up", "what answers is used")
+    body = request(COMPLETIONS)
+    assert_uninterrupted(await client.ask(COMPLETIONS, body), COMPLETIONS, body)
+    assert health.daemon_state == "dead"
+    daemon.say(state="running", incarnation=2)
+    daemon.say(state="dead", incarnation=2)
+    await eventually(lambda: health.state == "down", "a new death is believed again")
+
+
+async def test_fences_under_way_are_not_lost_when_the_router_stops() -> None:
+    """They get a moment to arrive; what hangs does not hold the router up."""
+    arrived = []
+
+    async def fence(seconds: float) -> bool:
+        await asyncio.sleep(seconds)
+        arrived.append(seconds)
+        return True
+
+    tasks = {asyncio.create_task(fence(0.05)), asyncio.create_task(fence(60))}
+    await asyncio.wait_for(settle(tasks), 5)
+    assert arrived == [0.05]
+    assert all(task.done() for task in tasks)
 
 
 async def test_silent_daemons_cost_time_but_no_answer(stage: Stage) -> None:

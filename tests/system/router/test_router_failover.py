@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from segue_router.choose import Candidate, rank_new
 from system.router.fake_engine import EMOJI, Fault, generate, next_token, text_of
-from system.router.harness import Answer, Client, Stage, eventually
+from system.router.harness import Answer, Client, Stage, eventually, session_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LENGTH = 24
@@ -22,6 +23,7 @@ KINDS = (
     "shape",
     "not_object",
     "error_event",
+    "abort",
     "done_without_finish",
 )
 CAUSE = {
@@ -33,6 +35,7 @@ CAUSE = {
     "shape": "malformed_event",
     "not_object": "malformed_event",
     "error_event": "error_event",
+    "abort": "error_event",
     "done_without_finish": "stream_eof",
     "silent": "stalled",
 }
@@ -252,12 +255,7 @@ async def test_a_silent_engine_is_left(stage: Stage, path: str, kind: str) -> No
     assert move.detected_by == "stalled"
     assert move.detect_ms is not None
     assert 250 <= move.detect_ms < 2_000
-    first = next(
-        seen
-        for engine in engines
-        for seen in engine.seen
-        if "prompt_token_ids" not in seen.body and not seen.finished
-    )
+    (first,) = [seen for engine in engines for seen in engine.seen if not seen.finished]
     await asyncio.wait_for(first.gone.wait(), 5)
     assert first.aborted
 
@@ -319,6 +317,27 @@ async def test_an_unstreamed_answer_starts_again_instead_of_being_refused(
     assert answer.status == 200
     _, output, _ = generate(COMPLETIONS, request(COMPLETIONS))
     assert {choice["text"] for choice in answer.body["choices"]} == {text_of(output)}
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"logprobs": 1}])
+async def test_an_aborted_answer_in_one_piece_is_asked_for_again(stage: Stage, more: dict[str, Any]) -> None:
+    """vLLM that is stopped answers 200 with half of it and finish_reason `abort`: nobody sees that."""
+    client = await stage.router([await stage.engine(), await stage.engine()])
+    stage.faults.append(Fault("abort"))
+    answer = await client.ask(COMPLETIONS, request(COMPLETIONS, stream=False, **more))
+    assert answer.status == 200
+    assert {choice["finish_reason"] for choice in answer.body["choices"]} == {"length"}
+    assert [m.detected_by for m in (await client.story(answer.seq)).moves] == ["error_event"]
+
+
+async def test_an_aborted_stream_of_several_choices_is_no_finish(stage: Stage) -> None:
+    """What cannot be continued ends in one error, and neither `abort` nor `[DONE]` reaches the client."""
+    client = await stage.router([await stage.engine(), await stage.engine()])
+    stage.faults.append(Fault("abort", 30))
+    answer = await client.ask(CHAT, request(CHAT, n=2))
+    assert answer.error is not None
+    assert not answer.done
+    assert "abort" not in answer.finishes
 
 
 async def test_default_budgets_hold_across_the_seam(stage: Stage) -> None:
@@ -409,6 +428,83 @@ async def test_a_clients_error_says_nothing_about_an_engine(stage: Stage, stream
     assert sum(len(engine.seen) for engine in engines) == 2
 
 
+async def test_a_resumed_request_that_is_refused_harms_no_engine(stage: Stage) -> None:
+    """4xx to what the router made of the request: one in-band error; the fleet is not walked."""
+    engines = [await stage.engine() for _ in range(3)]
+    client = await stage.router(engines, timeouts={"health_interval_ms": 60_000})
+    stage.faults.extend([Fault("error_event", 5), Fault("status", status=400)])
+    answer = await client.ask(COMPLETIONS, request(COMPLETIONS))
+    assert answer.error is not None
+    assert answer.error["code"] == "cannot_resume_rejected"
+    assert not answer.done
+    assert sum(e.failures for e in (await client.status()).engines) == 1, "only the first one failed"
+    assert sum(len(engine.seen) for engine in engines) == 2
+
+
+async def test_a_clients_error_after_content_ends_the_stream_there(stage: Stage) -> None:
+    """In-band 4xx: passed on once, what came before it is kept, no engine is blamed or asked."""
+    engines = [await stage.engine() for _ in range(3)]
+    client = await stage.router(engines)
+    stage.faults.append(Fault("client_fault", 5))
+    answer = await client.ask(COMPLETIONS, request(COMPLETIONS))
+    assert answer.error is not None
+    assert answer.error["code"] == 400
+    assert answer.text
+    assert not answer.done
+    assert sum(e.failures for e in (await client.status()).engines) == 0
+    assert sum(len(engine.seen) for engine in engines) == 1
+
+
+async def test_a_long_prefill_after_the_preamble_is_not_a_failure(stage: Stage) -> None:
+    """The role comes at once, the first token long after stall_ms: the prompt is still being computed."""
+    client = await stage.router(
+        [await stage.engine(), await stage.engine()], timeouts={"first_token_ms": 1_500}
+    )
+    stage.faults.append(Fault("silent", events=1))
+    body = request(CHAT)
+    answer = await client.ask(CHAT, body)
+    assert_uninterrupted(answer, CHAT, body)
+    (move,) = (await client.story(answer.seq)).moves
+    assert move.detect_ms is not None
+    assert move.detect_ms >= 1_400, "stall_ms is 300"
+
+
+async def test_a_request_that_queues_too_long_does_not_bring_its_engine_down(stage: Stage) -> None:
+    """It is moved; the engine that streams to others goes on serving."""
+    engines = [await stage.engine(token_s=0.02), await stage.engine()]
+    client = await stage.router(engines, timeouts={"first_token_ms": 500})
+    home = session_of("a")
+    long = request(COMPLETIONS, max_tokens=100)
+    busy = asyncio.create_task(client.ask(COMPLETIONS, long, x_session_id=home))
+    await eventually(lambda: engines[0].seen, "a streams")
+    stage.faults.append(Fault("slow_first", delay_s=30))
+    body = request(COMPLETIONS)
+    answer = await client.ask(COMPLETIONS, body, x_session_id=home)
+    assert_uninterrupted(answer, COMPLETIONS, body)
+    assert [move.detected_by for move in (await client.story(answer.seq)).moves] == ["stalled"]
+    assert client.context.registry["a"].health.state == "up"
+    assert_uninterrupted(await busy, COMPLETIONS, long)
+
+
+async def test_a_request_that_was_lost_once_is_waited_for_as_any_other(stage: Stage) -> None:
+    """A died before its first token, B refuses: the client still waits up to failover_ms."""
+    engines = [await stage.engine(), await stage.engine()]
+    timeouts = {"failover_ms": 5_000, "health_interval_ms": 60_000}
+    client = await stage.router(engines, timeouts=timeouts)
+    first = rank_new([Candidate("a"), Candidate("b")], "")[0]
+    other = engines[1] if first == "a" else engines[0]
+    port = other.port
+    await other.stop()
+    stage.faults.append(Fault("die", 0))
+    body = request(COMPLETIONS)
+    asking = asyncio.create_task(client.ask(COMPLETIONS, body))
+    await eventually(lambda: client.context.registry["ab".replace(first, "")].health.failures, "B refused")
+    await other.start(port)
+    for engine in client.context.registry.engines:
+        engine.look.set()
+    assert_uninterrupted(await asking, COMPLETIONS, body)
+
+
 async def test_a_server_error_before_the_first_byte_moves(stage: Stage) -> None:
     """500 from one engine: another one answers."""
     client = await stage.router([await stage.engine(), await stage.engine()])
@@ -440,8 +536,11 @@ async def test_a_refused_connection_goes_elsewhere_and_is_remembered(stage: Stag
     await engines[0].stop()
     body = request(COMPLETIONS)
     for _ in range(4):
-        assert_uninterrupted(await client.ask(COMPLETIONS, body), COMPLETIONS, body)
+        assert_uninterrupted(
+            await client.ask(COMPLETIONS, body, x_session_id=session_of("a")), COMPLETIONS, body
+        )
     assert len(engines[1].seen) == 4
+    assert client.context.registry["a"].health.failures == 1, "it was asked again"
 
 
 async def test_the_fake_engine_continues_deterministically() -> None:

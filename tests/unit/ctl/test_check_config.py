@@ -67,3 +67,12 @@ def test_one_bad_file_does_not_hide_the_others(tmp_path: Path, capsys: pytest.Ca
     assert main(["check-config", str(tmp_path / "missing"), _file(tmp_path, DAEMON)]) == 2
     captured = capsys.readouterr()
     assert "No such file" in captured.err and ": ok (daemon" in captured.out
+
+
+def test_a_check_that_does_not_end_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a host that swaps; the other files are still checked."""
+    monkeypatch.setattr("segue_ctl.check_config._TIMEOUT_S", 0.01)
+    assert main(["check-config", _file(tmp_path, DAEMON)]) == 2
+    assert "did not end within" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from segue_core.errors import StartupError
 from segue_ctl.child import Child
 from segue_ctl.cluster_config import DaemonPlace, RouterEngineEntry, daemon_config, router_config
 from segue_ctl.free_ports import PortHolder
@@ -54,6 +55,13 @@ def test_a_held_port_is_not_handed_out_twice_but_its_server_can_listen() -> None
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
+
+
+def test_no_free_port_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for the operator, not a traceback."""
+    monkeypatch.setattr("segue_ctl.free_ports._TRIES", 0)
+    with pytest.raises(StartupError, match="no free port"):
+        PortHolder().take()
 
 
 def test_a_child_ends_with_all_of_its_group_and_can_start_again(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from segue_ctl.output import Style, table, write_json
+from segue_core.errors import ConfigError, SegueError
+from segue_ctl.output import Style, check_writable, table, write_json
 
 
 def test_columns_line_up_and_end_without_blanks() -> None:
@@ -47,3 +48,14 @@ def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     """`-` is standard output, so that a program can be piped into."""
     write_json({"a": 1}, "-")
     assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_a_result_that_cannot_be_written_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    """Nobody waits minutes for a demo whose result has no place."""
+    for file in (str(tmp_path), str(tmp_path / "missing" / "result.json")):
+        with pytest.raises(ConfigError, match="--json"):
+            check_writable(file, "--json")
+        with pytest.raises(SegueError, match="cannot write"):
+            write_json({}, file)
+    check_writable("-", "--json")
+    check_writable(str(tmp_path / "result.json"), "--json")

@@ -128,7 +128,15 @@ def test_json_has_the_documented_shape(serve: Serve, capsys: pytest.CaptureFixtu
     assert body["http://127.0.0.1:9"]["kind"] == "unreachable" and body["http://127.0.0.1:9"]["error"]
 
 
-@pytest.mark.parametrize("arguments", [["status", "ftp://x"], ["status", "--watch", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "ftp://x"],
+        ["status", "http://[::1"],
+        ["status", "http://x:99999999"],
+        ["status", "--watch", "0"],
+    ],
+)
 def test_bad_arguments_give_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A usage mistake is one line on standard error."""
     assert main(arguments) == 2

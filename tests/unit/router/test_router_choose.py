@@ -86,6 +86,11 @@ def test_load_and_queue_cost_too() -> None:
     assert rank_for_resume(heavy, tokens=1000, fingerprint="f") == ["b", "a"]
 
 
+def test_any_bytes_name_a_session() -> None:
+    """Headers that are not UTF-8 arrive as surrogates."""
+    assert sorted(rank_new([Candidate(name) for name in NAMES], "session:caf\udce9")) == NAMES
+
+
 def test_what_names_the_session() -> None:
     """Header, then user, then how the prompt begins; a longer chat keeps its key."""
 

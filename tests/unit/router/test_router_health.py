@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue_core.messages.status import EngineStatus
-from segue_router.health import EngineHealth, Wait, is_stalled
+from segue_router.health import HOLD_MS, EngineHealth, Wait, is_stalled, stands_still
 
 LONG_AGO = float("-inf")
 
@@ -124,6 +124,53 @@ def test_an_engine_that_stalls_again_and_again_is_kept_out_longer() -> None:
     health.stalled(now)
     health.probe_ok(now + 500, began_ms=now + 500)
     assert health.state == "up"
+
+
+def test_the_streams_of_one_stall_count_once() -> None:
+    """An engine with many streams is not kept out longer than one with few."""
+    health = up()
+    for _ in range(10):
+        health.stalled(1_000)
+    health.probe_ok(1_000 + HOLD_MS, began_ms=1_000 + HOLD_MS)
+    assert health.state == "up"
+
+
+def test_an_engine_that_outlived_its_daemons_word_is_used() -> None:
+    """Restarted without the shim: the daemon says dead for ever, good probes well after that count."""
+    health = up()
+    said(health, 0, "dead")
+    health.probe_ok(HOLD_MS + 10, began_ms=HOLD_MS - 10)
+    assert health.state == "down", "the probe may have been answered by the one that died"
+    health.probe_ok(HOLD_MS + 20, began_ms=HOLD_MS + 10)
+    assert health.state == "up"
+    said(health, HOLD_MS + 30, "dead")
+    assert health.state == "up"
+    assert health.daemon(HOLD_MS + 40) is None, "its word does not count for streams either"
+    assert not is_stalled(
+        Wait(HOLD_MS + 35, first_token=True),
+        health,
+        progressed_ms=0,
+        now_ms=HOLD_MS + 40,
+        stall_ms=5,
+        first_token_ms=300_000,
+    )
+    said(health, HOLD_MS + 50, "dead", incarnation=2)
+    assert health.state == "down", "that is another death"
+
+
+def test_a_request_that_waited_too_long_says_nothing_about_a_busy_engine() -> None:
+    """It is moved; the engine that progresses with others stays up."""
+    health = up()
+
+    def still(progressed_ms: float) -> bool:
+        return stands_still(health, progressed_ms=progressed_ms, now_ms=300_000, stall_ms=5_000)
+
+    assert not still(299_000)
+    assert still(200_000)
+    said(health, 299_900, running=3, progress_age_ms=10)
+    assert not still(200_000)
+    said(health, 299_950, running=3, progress_age_ms=6_000)
+    assert still(200_000)
 
 
 def stalled(health: EngineHealth, silent: float, *, first: bool = False, other: float = 1e9) -> bool:

@@ -61,6 +61,15 @@ def test_a_usage_that_is_owed_cannot_be_made_up() -> None:
     assert plan(track) == Finish("stop")
 
 
+def test_a_choice_that_was_broken_off_is_not_finished() -> None:
+    """`abort` of one choice: nothing of that event counts, and no finish is claimed."""
+    track = relay()
+    track.absorb(chunk(0, "a", "stop"))
+    with pytest.raises(EngineFault):
+        track.absorb(chunk(1, "b", "abort"))
+    assert track.finish_reason is None
+
+
 def test_errors_are_never_output() -> None:
     """An empty chunk is held, an error event raised, garbage named."""
     track = relay()

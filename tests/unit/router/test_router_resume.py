@@ -48,6 +48,7 @@ REFUSED = [
     ("truncated_prompt", {"truncate_prompt_tokens": 5}),
     ("output_state", {"vllm_xargs": {"a": 1}}),
     ("output_state", {"thinking_token_budget": 5}),
+    ("output_state", {"thinking_token_budget": 0}),
     ("output_state", {"repetition_detection": {"max_pattern_size": 3}}),
     ("max_tokens", {"max_tokens": "ten"}),
     ("max_tokens", {"min_tokens": 1.5}),
@@ -98,6 +99,7 @@ SAME = [
     {"stop_token_ids": [3]},
     {"ignore_eos": True},
     {"presence_penalty": 0, "frequency_penalty": 0.0},
+    {"thinking_token_budget": -1},
     {"n": 1, "stop": [], "bad_words": [], "response_format": {"type": "text"}},
     {"cache_salt": "x", "priority": 1, "user": "u", "unknown": {"a": 1}},
     {"tools": [{}], "tool_choice": "none"},
@@ -137,6 +139,58 @@ def test_budgets(path: str, more: dict[str, Any], length: int | None, left: int)
     assert isinstance(found, ByIds)
     assert found.body["max_tokens"] == left
     assert "max_completion_tokens" not in found.body
+
+
+@pytest.mark.parametrize(("asked", "left"), [(None, 10), (8, 6), (1000, 10)])
+def test_an_engines_own_limit_caps_every_request(asked: int | None, left: int) -> None:
+    """vLLM takes the smaller of the request's and its generation config's."""
+    found = plan(CHAT, target=Target(100, defaults={"max_tokens": 12.0}), max_tokens=asked)
+    assert isinstance(found, ByIds)
+    assert found.body["max_tokens"] == left
+
+
+def test_a_penalty_by_default_is_one_unless_the_request_sets_it() -> None:
+    """It looks at the output alone, whoever asked for it."""
+    target = Target(100, defaults={"presence_penalty": 0.5, "repetition_penalty": 1.1})
+    assert plan(COMPLETIONS, target=target) == Refuse("penalties")
+    assert isinstance(plan(COMPLETIONS, target=target, presence_penalty=0), ByIds)
+    assert isinstance(plan(COMPLETIONS, target=Target(100, defaults={"presence_penalty": 0.0})), ByIds)
+
+
+def test_ids_without_their_text_are_generated_again() -> None:
+    """The prompt ends where the client's text ends, and the budget has room for them."""
+    found = plan(COMPLETIONS, target=Target(100, give_back=1), min_tokens=5)
+    assert isinstance(found, ByIds)
+    assert found.body["prompt"] == [1, 2, 3, 4]
+    assert (found.body["max_tokens"], found.body["min_tokens"]) == (9, 4)
+    assert (found.given_back, found.dropped_tokens) == (1, 1)
+
+
+def test_an_unknown_seam_is_refused_unless_nothing_was_delivered() -> None:
+    """Text would be lost there. An unstreamed answer starts again instead."""
+    target = Target(100, give_back=None)
+    assert plan(COMPLETIONS, target=target) == Refuse("seam_text")
+    unstreamed = Progress(client_has=False, prompt_ids=[1, 2, 3], delivered_ids=[4, 5])
+    assert isinstance(plan(COMPLETIONS, unstreamed, target), Restart)
+
+
+def test_a_request_without_a_model_names_the_one_it_began_on() -> None:
+    """Elsewhere the first model may be another."""
+    for progress in (BEGUN, Progress()):
+        found = plan(COMPLETIONS, progress, Target(100, model="first"), model=None)
+        assert isinstance(found, (ByIds, Restart))
+        assert found.body["model"] == "first"
+        kept = plan(COMPLETIONS, progress, Target(100, model="first"))
+        assert isinstance(kept, (ByIds, Restart))
+        assert kept.body["model"] == "m"
+
+
+def test_nobody_speaks_for_segue() -> None:
+    """A client that names a sequence itself could reach somebody else's: its key is dropped everywhere."""
+    body = b'{"prompt": "x", "stream": true, "kv_transfer_params": {"segue": {"seq": "other"}, "mine": 1}}'
+    request = parse_request(COMPLETIONS, body)
+    assert request.engine_body(None)["kv_transfer_params"] == {"mine": 1}
+    assert request.engine_body(PARAMS)["kv_transfer_params"]["segue"]["seq"] == "s"
 
 
 def test_min_tokens_are_reduced_and_not_below_zero() -> None:

@@ -197,15 +197,102 @@ def test_text_that_really_is_replacement_characters_is_not_held_for_ever() -> No
     assert plan == Refuse("unfinished_character")
 
 
-def test_a_leaked_prompt_is_cut_off() -> None:
-    """The last event held a whole character and half of the next: vLLM repeats the prompt as text."""
-    transcript = Transcript(request(), LIMIT)
-    first = json.loads(chunk("completions", "x", "hello ", [1, 2]))
-    first["choices"][0]["prompt_token_ids"] = PROMPT
-    transcript.absorb(json.dumps(first).encode())
+def begun(asked: GenerationRequest, *events: tuple[str, list[int]]) -> tuple[Transcript, bytes]:
+    """A transcript that has these events of text and ids, and what the client has of it."""
+    transcript = Transcript(asked, LIMIT)
+    out = (
+        transcript.absorb(stream(asked.api, "x", 0, [1], asked.api == "chat")[0])
+        if asked.api == "chat"
+        else b""
+    )
+    for text, ids in events:
+        event = json.loads(chunk(asked.api, "x", text, ids))
+        if asked.api == "completions":
+            event["choices"][0]["prompt_token_ids"] = PROMPT
+        out += transcript.absorb(json.dumps(event).encode())
+    return transcript, out
+
+
+@pytest.mark.parametrize(
+    ("api", "events", "may_lag"),
+    [
+        ("completions", [("a", [1]), (" b", [2])], False),
+        ("completions", [("a", [1]), ("", [2]), (" b", [3])], False),
+        ("completions", [("a", [1]), (" b", [2, 3])], True),
+        ("chat", [("a", [1]), (" ", [2])], True),
+    ],
+)
+def test_where_the_seam_is_not_plain(api: str, events: list[tuple[str, list[int]]], may_lag: bool) -> None:
+    """Ids with text do not prove that all of their text was delivered: several at once, chat parsers."""
+    transcript, out = begun(request(api), *events)
+    assert transcript.progress.text_may_lag is may_lag
+    assert transcript.progress.recent_text == text_in(out)
+
+
+def test_text_like_the_prompt_or_the_last_words_is_kept() -> None:
+    """Nothing is filtered by what it looks like: "ha" goes on with " haha!"."""
+    transcript, out = begun(request(), ("ha", [1, 2]))
     transcript.next_engine(by_ids=True)
-    out = transcript.absorb(chunk("completions", "y", "the whole prompt hello 😀", [3]))
-    assert text_in(out) == "😀"
+    out += transcript.absorb(chunk("completions", "y", " haha! Great", [3, 4, 5]))
+    assert text_in(out) == "ha haha! Great"
+
+
+def test_ids_that_were_given_back_are_not_handed_out_twice() -> None:
+    """The client that asked for ids has them once, and usage counts them once."""
+    transcript, out = begun(request(return_token_ids=True), ("a", [1, 2, 3]))
+    transcript.next_engine(by_ids=True, given_back=2)
+    assert transcript.progress.delivered_ids == [1]
+    out += transcript.absorb(chunk("completions", "y", "b", [2]))
+    out += transcript.absorb(chunk("completions", "y", "c", [3, 4]))
+    assert (text_in(out), ids_in(out)) == ("abc", [1, 2, 3, 4])
+    assert transcript.usage is not None
+    assert transcript.usage["completion_tokens"] == 4
+
+
+def test_other_ids_than_those_the_client_has_are_an_error() -> None:
+    """They cannot be taken back."""
+    transcript, _ = begun(request(return_token_ids=True), ("a", [1, 2]))
+    transcript.next_engine(by_ids=True, given_back=1)
+    with pytest.raises(MalformedEvent):
+        transcript.absorb(chunk("completions", "y", "b", [9]))
+    assert transcript.delivered_ids == [1]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_engine_that_breaks_off_has_not_finished(reason: str) -> None:
+    """vLLM says `abort` to every request when it is stopped; nothing of that event counts."""
+    transcript, _ = begun(request(), ("a", [1]))
+    before = transcript.progress
+    with pytest.raises(EngineFault):
+        transcript.absorb(chunk("completions", "x", " half", [2], reason))
+    assert transcript.progress == before
+
+
+def test_what_an_engine_says_of_itself_at_the_end_is_kept() -> None:
+    """`system_fingerprint` may come with the usage only."""
+    asked = request(stream=False)
+    transcript, _ = begun(asked, ("a", [1]))
+    transcript.absorb(chunk("completions", "x", "b", [2], "stop"))
+    transcript.absorb(b'{"choices": [], "usage": {}, "system_fingerprint": "v1", "metrics": {"ttft": 1}}')
+    body = response_object(asked, transcript)
+    assert (body["system_fingerprint"], body["metrics"]) == ("v1", {"ttft": 1})
+
+
+def test_ids_that_were_asked_for_are_all_there() -> None:
+    """Beyond max_transcript_tokens an answer is not protected, but it is not cut silently either."""
+    asked = request(stream=False, return_token_ids=True)
+    transcript = Transcript(asked, 3)
+    for payload in stream("completions", "x", 0, [1] * 9, False):
+        transcript.absorb(payload)
+    body = response_object(asked, transcript)
+    assert len(body["choices"][0]["token_ids"]) == body["usage"]["completion_tokens"] == len(PIECES)
+    assert transcript.progress.overflow
+
+
+def test_deep_json_is_malformed() -> None:
+    """Not a crash."""
+    with pytest.raises(MalformedEvent):
+        Transcript(request(), LIMIT).absorb(b"[" * 100_000)
 
 
 def test_the_limit_of_kept_tokens_ends_protection_not_the_answer() -> None:
