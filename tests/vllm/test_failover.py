@@ -175,3 +175,11 @@ async def test_a_killed_router_harms_nobody(stage: Stage) -> None:
     await cluster.start_router()
     answer = await uninterrupted(cluster, cluster.router_url(), stage.question())
     assert answer.token_ids == stage.reference.token_ids
+
+
+async def test_an_engine_that_is_stopped_in_good_order_loses_no_answer(stage: Stage) -> None:
+    """SIGTERM: vLLM ends its answers as "aborted" and says `[DONE]`. That is no end of an answer: it goes
+    on elsewhere, as in every rolling restart."""
+    result = await stage.fail(30, signal.SIGTERM)
+    assert is_good(result), result
+    await stage.cluster.restart_engine(result.engine)

@@ -128,7 +128,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-RouterEngineState = Literal["up", "suspect", "down", "draining"]
+RouterEngineState = Literal["up", "suspect", "down"]
 
 
 class RouterEngine(msgspec.Struct, frozen=True):
