@@ -2,7 +2,8 @@
 
 Two engines of the same kind on one core: `plain`, asked directly and without a connector, and `guarded`,
 with connector, daemon, a second daemon that takes its replicas, and asked through the router. Everything
-but the engines runs on another core. Requests alternate, one at a time, so drift hits both alike.
+but the engines runs on another core. Requests alternate, one at a time, so drift hits both alike, and each
+waits until both engines are idle: one that was just busy spins for a while, on the core that both share.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ async def _measure(args: argparse.Namespace) -> Overhead:
             for number in range(args.requests):
                 order = (_PLAIN, _GUARDED) if number % 2 == 0 else (_GUARDED, _PLAIN)
                 for side in order:
+                    await cluster.wait_idle()
                     question = Question(chat, args.max_tokens, f"{side}-{number}")
                     answers[side].append(await uninterrupted(cluster, urls[side], question))
                 complain(f"pair {number + 1} of {args.requests}")

@@ -37,6 +37,7 @@ from segue_ctl.cluster_config import (
 )
 from segue_ctl.commands import console_script
 from segue_ctl.free_ports import LOOPBACK, PortHolder
+from segue_ctl.process_groups import cpu_ticks
 from segue_ctl.vllm_server import Command, EnginePlace, EngineSpec, count_gpus, vllm_command
 from segue_ctl.waiting import ClusterError, wait_for
 from segue_ctl.warden import Warden
@@ -49,6 +50,9 @@ SERVICE_START_S = 30.0
 _SOCKET_CHARS = 100
 """A unix socket's path must fit into 108 bytes."""
 ROUTER = "router"
+_IDLE_LOOK_S = 0.3
+_IDLE_TICKS = 2
+"""Clock ticks (10 ms) in that time which still count as idle."""
 
 
 class Cluster:
@@ -210,6 +214,17 @@ class Cluster:
         """Signal the engine's whole process group; returns the monotonic time of the call in ns."""
         child = self._engines[name]
         return child.kill() if number == signal.SIGKILL else child.signal(number)
+
+    async def wait_idle(self, *, timeout_s: float = 15.0) -> None:
+        """Wait until no engine uses CPU any more: for a while after a request they wait by spinning."""
+        deadline = time.monotonic() + timeout_s
+        pids = [child.pid for child in self._engines.values() if child.alive]
+        used = sum(cpu_ticks(pid) for pid in pids)
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_IDLE_LOOK_S)
+            before, used = used, sum(cpu_ticks(pid) for pid in pids)
+            if used - before <= _IDLE_TICKS:
+                return
 
     def stall_engine(self, name: str) -> int:
         """SIGSTOP to the engine's process group."""

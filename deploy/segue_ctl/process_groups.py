@@ -34,6 +34,16 @@ def members(pgid: int) -> list[int]:
     return found
 
 
+def cpu_ticks(pgid: int) -> int:
+    """CPU time that the group's live processes have used, in clock ticks."""
+    total = 0
+    for pid in members(pgid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+    return total
+
+
 def shared_memory(pgid: int) -> set[Path]:
     """The shared-memory files that the group has mapped; after SIGKILL nobody else removes them.
 
