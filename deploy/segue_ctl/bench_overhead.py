@@ -1,8 +1,10 @@
 """`seguectl bench overhead`: what Segue costs while nothing fails.
 
-Two engines of the same kind on one core: `plain`, asked directly and without a connector, and `guarded`,
-with connector, daemon, a second daemon that takes its replicas, and asked through the router. Everything
-but the engines runs on another core. Requests alternate, one at a time, so drift hits both alike, and each
+Two engines of the same kind on one core: `plain`, asked directly and without a connector, and `guarded`, with
+connector, daemon and a second daemon that takes its replicas. The guarded one is asked directly, without
+anything to protect, and through the router. Two processes of one engine differ by a few per cent among
+themselves; what protection and router cost shows in the same process. Everything but the engines runs on
+another core. Requests alternate, one at a time, so drift hits both alike, and each
 waits until both engines are idle: one that was just busy spins for a while, on the core that both share.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +26,8 @@ from segue_ctl.openai_stream import Answer
 from segue_ctl.output import OK, complain, table, write_json
 from segue_ctl.vllm_server import EngineSpec
 
-_PLAIN, _GUARDED, _SINK = "plain", "guarded", "standby"
+_PLAIN, _UNPROTECTED, _GUARDED, _SINK = "plain", "unprotected", "guarded", "standby"
+_SIDES = (_PLAIN, _UNPROTECTED, _GUARDED)
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -37,12 +41,16 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Overhead(msgspec.Struct, frozen=True):
-    """What `--json` writes. The paired differences are medians over pairs of neighbouring requests."""
+    """What `--json` writes. Paired differences are medians over neighbouring requests: `paired` guarded less
+    plain (two processes), `protection` guarded less unprotected (one process; replication and router)."""
 
     plain: Latency
+    unprotected: Latency
     guarded: Latency
     paired_ttft_ms: float
     paired_itl_ms: float
+    protection_ttft_ms: float
+    protection_itl_ms: float
     equal_answers: bool
 
 
@@ -87,37 +95,52 @@ async def _measure(args: argparse.Namespace) -> Overhead:
         routed=(_GUARDED,),
         side_cpus=side_cpus,
     )
-    answers: dict[str, list[Answer]] = {_PLAIN: [], _GUARDED: []}
+    answers: dict[str, list[Answer]] = {side: [] for side in _SIDES}
     async with cluster:
         os.sched_setaffinity(0, side_cpus)
         try:
             chat = await workload.fitting_chat(cluster, args.prompt_tokens)
             await workload.warm_up(cluster, chat, "first")
-            urls = {_PLAIN: cluster.engine_url(_PLAIN), _GUARDED: cluster.router_url()}
+            urls = {
+                _PLAIN: cluster.engine_url(_PLAIN),
+                _UNPROTECTED: cluster.engine_url(_GUARDED),
+                _GUARDED: cluster.router_url(),
+            }
             for number in range(args.requests):
-                order = (_PLAIN, _GUARDED) if number % 2 == 0 else (_GUARDED, _PLAIN)
+                order = _SIDES if number % 2 == 0 else _SIDES[::-1]
                 for side in order:
                     await cluster.wait_idle()
                     question = Question(chat, args.max_tokens, f"{side}-{number}")
                     answers[side].append(await uninterrupted(cluster, urls[side], question))
-                complain(f"pair {number + 1} of {args.requests}")
+                complain(f"round {number + 1} of {args.requests}")
         finally:
             os.sched_setaffinity(0, usable)
-    return summarize(answers[_PLAIN], answers[_GUARDED])
+    return summarize(*(answers[side] for side in _SIDES))
 
 
-def summarize(plain: list[Answer], guarded: list[Answer]) -> Overhead:
-    """The two sides and their paired differences."""
-    pairs = list(zip(plain, guarded, strict=True))
+def summarize(plain: list[Answer], unprotected: list[Answer], guarded: list[Answer]) -> Overhead:
+    """The three sides and their paired differences."""
     return Overhead(
         plain=_latency(plain),
+        unprotected=_latency(unprotected),
         guarded=_latency(guarded),
-        paired_ttft_ms=statistics.median(b.ttft_ms - a.ttft_ms for a, b in pairs),
-        paired_itl_ms=statistics.median(
-            statistics.median(b.itl_ms) - statistics.median(a.itl_ms) for a, b in pairs
+        paired_ttft_ms=_paired(plain, guarded, lambda answer: answer.ttft_ms),
+        paired_itl_ms=_paired(plain, guarded, _median_itl),
+        protection_ttft_ms=_paired(unprotected, guarded, lambda answer: answer.ttft_ms),
+        protection_itl_ms=_paired(unprotected, guarded, _median_itl),
+        equal_answers=all(
+            a.token_ids == b.token_ids == c.token_ids
+            for a, b, c in zip(plain, unprotected, guarded, strict=True)
         ),
-        equal_answers=all(a.token_ids == b.token_ids for a, b in pairs),
     )
+
+
+def _paired(one: list[Answer], other: list[Answer], figure: Callable[[Answer], float]) -> float:
+    return statistics.median(figure(b) - figure(a) for a, b in zip(one, other, strict=True))
+
+
+def _median_itl(answer: Answer) -> float:
+    return statistics.median(answer.itl_ms)
 
 
 def _latency(answers: list[Answer]) -> Latency:
@@ -140,13 +163,22 @@ def _p99(values: list[float]) -> float:
 def render(result: Overhead) -> str:
     """The table."""
     names = ("ttft_median_ms", "ttft_p99_ms", "itl_median_ms", "itl_p99_ms")
+    sides = (
+        ("without Segue", result.plain),
+        ("with it, unprotected", result.unprotected),
+        ("protected, by the router", result.guarded),
+    )
     rows = [
         [side, str(latency.requests), *(f"{getattr(latency, name):.2f}" for name in names)]
-        for side, latency in (("without Segue", result.plain), ("with Segue", result.guarded))
+        for side, latency in sides
     ]
-    rows.append(
-        ["paired difference", "", f"{result.paired_ttft_ms:+.2f}", "", f"{result.paired_itl_ms:+.3f}", ""]
-    )
+    rows += [
+        [what, "", f"{ttft:+.2f}", "", f"{itl:+.3f}", ""]
+        for what, ttft, itl in (
+            ("paired, to without", result.paired_ttft_ms, result.paired_itl_ms),
+            ("paired, to unprotected", result.protection_ttft_ms, result.protection_itl_ms),
+        )
+    ]
     header = ["", "REQUESTS", "TTFT MEDIAN MS", "TTFT P99", "ITL MEDIAN MS", "ITL P99"]
-    equal = "all answers equal" if result.equal_answers else "answers differ between the two sides"
+    equal = "all answers equal" if result.equal_answers else "answers differ between the sides"
     return table(rows, header=header, right=(1, 2, 3, 4, 5)) + "\n" + equal
