@@ -70,7 +70,7 @@ class Stage:
             name="b",
             socket="unused",
             listen=ListenSettings(control_port=0),
-            timeouts=TimeoutSettings(peer_ms=20),
+            timeouts=TimeoutSettings(peer_ms=200),
         )
         self.receiver = Receiver(
             settings, 1, self.store, 1 << 16, self.context, MonotonicClock(), lambda _: None
