@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import structlog
 import zmq.asyncio
 
 from segue_core import __version__
 from segue_core.clock import Clock, MonotonicClock
+from segue_core.content_key import TOKEN_BYTES
+from segue_core.errors import ProtocolError
 from segue_core.messages.local import Match, Matched, Refused, Register, Release
 from segue_core.messages.status import DaemonStatus, EngineStatus, SequenceStatus, StoreStatus
 from segue_daemon.arena import Arena
@@ -29,7 +29,7 @@ from segue_daemon.receiver import Receiver
 from segue_daemon.replicas import MatchResult, Wanted
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
-from segue_daemon.supervise import supervise
+from segue_daemon.supervise import Tasks, supervise
 
 log = structlog.get_logger()
 
@@ -43,6 +43,7 @@ class Daemon:
         self.settings = settings
         self.incarnation = secrets.randbits(63) | 1
         self.ready = False
+        self._tasks = Tasks()
         self._clock = clock or MonotonicClock()
         self._arena = Arena(settings.store.budget_bytes)
         self.store = ReplicaStore(self._arena.bytes, lease_ns=settings.store.lease_ms * 1_000_000)
@@ -57,45 +58,32 @@ class Daemon:
             self._replica_changed,
         )
         self.links: list[Link] = []
-        self.host = EngineHost(settings, self._clock, self.links, self._spawn, self._tell_watchers)
+        self.host = EngineHost(settings, self._clock, self.links, self._tasks.spawn, self._tell_watchers)
         for peer in settings.peers:
             self.links.append(Link(peer, settings, self.incarnation, self._context, self._clock, self.host))
         self._local = LocalServer(Path(settings.socket), self)
         self._watermark_waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._status_changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen and connect. Raises StartupError when something cannot be used."""
         await self._local.start()
         await self.receiver.start()
         for link in self.links:
-            self._spawn(supervise(f"link to {link.name}", link.run))
-        self._spawn(supervise("progress", self.host.watch_progress))
-        self._spawn(supervise("leases", self._expire_leases))
+            self._tasks.spawn(supervise(f"link to {link.name}", link.run))
+        self._tasks.spawn(supervise("progress", self.host.watch_progress))
+        self._tasks.spawn(supervise("leases", self._expire_leases))
         self.ready = True
 
     async def stop(self) -> None:
         """Let go of everything, in an order that keeps what peers were told true."""
         self.ready = False
         await self._local.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         await self.receiver.stop()
         self.host.stop()
         self._context.destroy(linger=0)
         self._arena.close()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a task of the daemon ended", exc_info=task.exception())
 
     async def _expire_leases(self) -> None:
         while True:
@@ -127,10 +115,12 @@ class Daemon:
                 deadline_ns=found.deadline_ns,
             )
         )
-        asked = len(message.token_ids) // 4
+        asked = len(message.token_ids) // TOKEN_BYTES
         log.info("match", seq=message.seq, epoch=message.epoch, tokens=found.tokens, asked=asked)
 
     def _find(self, message: Match) -> MatchResult:
+        if len(message.token_ids) % TOKEN_BYTES or message.computed < 0 or message.limit < 0:
+            raise ProtocolError("match: token ids are cut, or counts negative")
         session = self.host.live
         if session is None or session.register.fingerprint != message.fingerprint:
             return MatchResult()

@@ -32,6 +32,8 @@ class BlockPool:
         self._extents = ExtentAllocator(len(memory))
         self._by_key: dict[bytes, Block] = {}
         self._cached: OrderedDict[bytes, Block] = OrderedDict()
+        self.cached_bytes = 0
+        """Bytes of blocks that nobody uses: given up when room is needed."""
 
     def memory(self, block: Block) -> Bytes:
         """The block's memory, writable."""
@@ -51,7 +53,8 @@ class BlockPool:
             victim = next((b for b in self._cached.values() if not b.pins), None)
             if victim is None:
                 return None
-            del self._cached[victim.key], self._by_key[victim.key]
+            self._uncache(victim)
+            del self._by_key[victim.key]
             self._extents.free(victim.offset, victim.nbytes)
             offset = self._extents.allocate(nbytes)
         return Block(offset, nbytes, users=1)
@@ -74,7 +77,7 @@ class BlockPool:
     def hold(self, block: Block) -> None:
         """One more user."""
         block.users += 1
-        self._cached.pop(block.key, None)
+        self._uncache(block)
 
     def let_go(self, block: Block) -> None:
         """One user less; the last one leaves a sealed block as cache and frees any other."""
@@ -95,17 +98,17 @@ class BlockPool:
     def _settle(self, block: Block) -> None:
         if block.users or block.pins:
             return
-        if block.key:
-            self._cached[block.key] = block
-        else:
+        if not block.key:
             self._extents.free(block.offset, block.nbytes)
+        elif block.key not in self._cached:
+            self._cached[block.key] = block
+            self.cached_bytes += block.nbytes
+
+    def _uncache(self, block: Block) -> None:
+        if self._cached.pop(block.key, None) is not None:
+            self.cached_bytes -= block.nbytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes taken, cache included."""
         return self._extents.used
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of blocks that nobody uses: given up when room is needed."""
-        return sum(block.nbytes for block in self._cached.values())

@@ -162,7 +162,8 @@ class EngineHost:
                     await link.flushed(session)
         except TimeoutError:
             log.warning("salvage ran out of time", engine=session.register.engine)
-        self._unmap(session)
+        finally:
+            self._unmap(session)
         released_ms = (self._clock.now_ns() - started_ns) // 1_000_000
         log.info("engine memory released", engine=session.register.engine, after_ms=released_ms)
 

@@ -11,9 +11,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -22,7 +21,7 @@ from segue_core.errors import GeometryError, ProtocolError, StartupError
 from segue_core.framing import LENGTH, MAX_FRAME_BYTES, close_fds, decode, encode_frame, recv_with_fds
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Match, Refused, Register, Registered, Release, ToDaemon
-from segue_daemon.supervise import supervise
+from segue_daemon.supervise import Tasks, supervise
 
 log = structlog.get_logger()
 
@@ -79,7 +78,7 @@ class LocalServer:
     def __init__(self, path: Path, handler: LocalHandler) -> None:
         self._path = path
         self._handler = handler
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._listener: socket.socket | None = None
         self._lock = -1
 
@@ -102,7 +101,7 @@ class LocalServer:
             raise StartupError(f"socket: cannot use {folder}: {error.strerror}") from error
         self._listener = self._bind()
         listener = self._listener
-        self._spawn(supervise("local accept", lambda: self._accept(listener)))
+        self._tasks.spawn(supervise("local accept", lambda: self._accept(listener)))
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -127,12 +126,7 @@ class LocalServer:
                 log.warning("too many local connections; refused one", limit=MAX_CONNECTIONS)
                 accepted.close()
                 continue
-            self._spawn(self._serve(accepted))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._serve(accepted))
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:
@@ -212,9 +206,7 @@ class LocalServer:
 
     async def stop(self) -> None:
         """Stop accepting, cut connections, remove the socket file."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         if self._listener is not None:
             self._listener.close()
             self._path.unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from segue_core.messages.status import PeerStatus
 
 if TYPE_CHECKING:
     from segue_daemon.app import Daemon
@@ -63,19 +65,19 @@ class DaemonCollector(Collector):
             ("segue_store_corrupt", "Deltas with a wrong checksum", store.corrupt),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        yield from self._peers()
+        yield from _peers(status.peers)
 
-    def _peers(self) -> Iterator[Metric]:
-        connected = GaugeMetricFamily("segue_peer_connected", "1 while the link is up", labels=["peer"])
-        lag = GaugeMetricFamily("segue_peer_lag_tokens", "Tokens computed and not acked", labels=["peer"])
-        sent = CounterMetricFamily("segue_peer_sent_bytes", "Bulk bytes sent", labels=["peer"])
-        torn = CounterMetricFamily(
-            "segue_peer_torn_copies", "Copies thrown away: a block was reassigned", labels=["peer"]
-        )
-        for link in self._daemon.links:
-            peer = link.status()
-            connected.add_metric([peer.peer], float(peer.connected))
-            lag.add_metric([peer.peer], peer.lag_tokens)
-            sent.add_metric([peer.peer], peer.sent_bytes)
-            torn.add_metric([peer.peer], peer.torn_copies)
-        yield from (connected, lag, sent, torn)
+
+def _peers(peers: Sequence[PeerStatus]) -> Iterator[Metric]:
+    connected = GaugeMetricFamily("segue_peer_connected", "1 while the link is up", labels=["peer"])
+    lag = GaugeMetricFamily("segue_peer_lag_tokens", "Tokens computed and not acked", labels=["peer"])
+    sent = CounterMetricFamily("segue_peer_sent_bytes", "Bulk bytes sent", labels=["peer"])
+    torn = CounterMetricFamily(
+        "segue_peer_torn_copies", "Copies thrown away: a block was reassigned", labels=["peer"]
+    )
+    for peer in peers:
+        connected.add_metric([peer.peer], float(peer.connected))
+        lag.add_metric([peer.peer], peer.lag_tokens)
+        sent.add_metric([peer.peer], peer.sent_bytes)
+        torn.add_metric([peer.peer], peer.torn_copies)
+    yield from (connected, lag, sent, torn)

@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import structlog
@@ -44,7 +43,7 @@ from segue_daemon.arena import Bytes
 from segue_daemon.replicas import Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
-from segue_daemon.supervise import supervise
+from segue_daemon.supervise import Tasks, supervise
 from segue_daemon.wire import encode, recv_bulk_header, recv_into, tune
 
 log = structlog.get_logger()
@@ -113,7 +112,7 @@ class Receiver:
         self._bulk_port = 0
         self._writers: dict[bytes, Writer] = {}
         self._lost: dict[str, Lost] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def start(self) -> None:
         """Bind both listeners. Raises StartupError if an address cannot be used."""
@@ -137,21 +136,13 @@ class Receiver:
         self._bulk.setblocking(False)
         self._bulk_port = self._bulk.getsockname()[1]
         bulk = self._bulk
-        self._spawn(supervise("control", self._serve_control))
-        self._spawn(supervise("bulk accept", lambda: self._accept(bulk)))
-        self._spawn(supervise("lost writers", self._watch_writers))
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._tasks.spawn(supervise("control", self._serve_control))
+        self._tasks.spawn(supervise("bulk accept", lambda: self._accept(bulk)))
+        self._tasks.spawn(supervise("lost writers", self._watch_writers))
 
     async def stop(self) -> None:
         """Close both listeners and every connection."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         self._control.close()
         if self._bulk is not None:
             self._bulk.close()
@@ -247,7 +238,7 @@ class Receiver:
             if len(self._tasks) > 2 * MAX_WRITERS:
                 connection.close()
                 continue
-            self._spawn(self._serve_bulk(connection, f"{address[0]}:{address[1]}"))
+            self._tasks.spawn(self._serve_bulk(connection, f"{address[0]}:{address[1]}"))
 
     async def _serve_bulk(self, connection: socket.socket, peer: str) -> None:
         writer: Writer | None = None

@@ -23,8 +23,9 @@ from segue_core.messages.local import Attach, Refused, Register, ToEngine
 from segue_core.messages.peer import BULK_HEADER, BulkHello, Control, Delta, Hello, Part, PartKind, Welcome
 from segue_core.ring import HEADER_BYTES, Ring
 from segue_core.shared_memory import seal_size, sealable_memory
+from segue_shim.match_client import MatchClient
 from support.daemons import DaemonProcess, DaemonSet
-from support.light_engine import LightEngine
+from support.light_engine import FINGERPRINT, LightEngine
 from support.waiting import wait_for
 
 
@@ -320,3 +321,20 @@ def test_a_full_store_refuses_and_recovers() -> None:
         b.close()
     finally:
         daemons.stop()
+
+
+def test_a_question_that_makes_no_sense_costs_its_asker_only(pair: DaemonSet) -> None:
+    """Token ids cut in half: that connection is closed with a reason, others are answered."""
+    a = LightEngine(pair["a"].socket, "a", incarnation=1)
+    b = LightEngine(pair["b"].socket, "b", incarnation=1)
+    wait_for(lambda: a.exporter.registered and b.exporter.registered, "registered")
+    a.start("s", list(range(20)))
+    a.step()
+    wait_for(lambda: pair["b"].watermark("s") == 20, "replicated")
+    odd = MatchClient(pair["b"].socket, engine="b", incarnation=1, fingerprint=FINGERPRINT, block_size=8)
+    assert odd.match(seq="s", epoch=2, salt=b"", token_ids=bytes(37), computed=0, limit=9) is None
+    wait_for(lambda: "token ids are cut" in pair["b"].log.read_text(), "said why")
+    assert b.resume("s", [*range(20), 1], 2) == 20
+    a.close()
+    b.close()
+    odd.close()
