@@ -292,4 +292,6 @@ class EngineHost:
             journal_broken=session.broken_records,
             sequences_refused=session.ledger.refused,
             generation_defaults=session.register.defaults,
+            exact=session.register.exact,
+            exact_detail=session.register.exact_detail,
         )

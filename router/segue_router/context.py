@@ -10,6 +10,7 @@ from typing import Protocol
 
 import aiohttp
 
+from segue_router.engine import Engine
 from segue_router.engines import Registry
 from segue_router.errors import ClientError
 from segue_router.metrics import Metrics
@@ -22,6 +23,17 @@ class Running(Protocol):
 
     def stop(self) -> None:
         """End it with an honest error, soon."""
+        ...
+
+    def is_on(self, engine: Engine) -> bool:
+        """Whether it waits for an answer of `engine`."""
+        ...
+
+    async def move_away(self, engine: Engine) -> bool:
+        """Let another engine go on with it, once that has caught up; returns whether it moves.
+
+        False: it cannot be continued, or nobody could; it stays where it is, unharmed.
+        """
         ...
 
 

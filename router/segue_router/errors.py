@@ -17,9 +17,11 @@ Cause = Literal[
     "connect",
     "http_status",
     "router_stopping",
+    "drained",
 ]
 """How a failure was detected. stream_eof: the connection broke, or the stream ended without a finish.
-daemon_dead: the daemon said so while the stream was still open. connect: nothing listens there."""
+daemon_dead: the daemon said so while the stream was still open. connect: nothing listens there. drained: no
+failure: the engine is being emptied, and the answer moves on purpose."""
 
 
 class ClientError(SegueError):

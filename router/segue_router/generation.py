@@ -68,6 +68,14 @@ class Generation:
         if self._exchange.attempt is not None:
             self._exchange.attempt.doom("router_stopping", "the router is shutting down")
 
+    def is_on(self, engine: Engine) -> bool:
+        """Whether it waits for an answer of `engine`."""
+        return self._exchange.attempt in engine.attempts
+
+    async def move_away(self, engine: Engine) -> bool:
+        """See `Running`."""
+        return False
+
     async def run(self) -> web.StreamResponse:
         """Serve the client. Raises CancelledError when it leaves."""
         context, chronicle = self._context, self._chronicle

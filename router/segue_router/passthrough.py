@@ -34,6 +34,14 @@ class Passthrough:
         if self._attempt is not None:
             self._attempt.doom("router_stopping", "the router is shutting down")
 
+    def is_on(self, engine: Engine) -> bool:
+        """Whether it waits for an answer of `engine`."""
+        return self._attempt in engine.attempts
+
+    async def move_away(self, engine: Engine) -> bool:
+        """Nobody can go on with what was never read."""
+        return False
+
     async def run(self) -> web.StreamResponse:
         """Serve it. Raises ClientError."""
         context = self._context

@@ -10,13 +10,14 @@ from __future__ import annotations
 import msgspec
 
 from segue_core.geometry import Geometry
+from segue_core.messages.status import Exact
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     """Worker to daemon, with file descriptors: journal, doorbell, lifeline, then one per geometry handle.
 
     `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable. `defaults` are sampling
-    parameters that the engine sets where a request does not.
+    parameters that the engine sets where a request does not. `exact` and `exact_detail`: see EngineStatus.
     """
 
     version: int
@@ -26,6 +27,8 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     fingerprint: bytes
     geometry: Geometry
     defaults: dict[str, float] = {}
+    exact: tuple[Exact, ...] = ()
+    exact_detail: str = ""
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):

@@ -13,12 +13,18 @@ EngineState = Literal["running", "stalled", "dead", "absent"]
 """running: makes progress or is idle. stalled: has work and stands still. dead: its process ended.
 absent: none has registered since the daemon started."""
 
+Exact = Literal["output", "seed", "grammar"]
+"""What an engine's shim can continue token for token, by its own test at start-up. output: ids taken as
+output already produced, with all that counts output (penalties, limits, parsers). seed: and the random
+draws. grammar: and structured output."""
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """An engine as its daemon sees it. `incarnation` changes with each life of the process.
 
     `progress_age_ms`: how long the engine has stood still although it has work (0 when idle).
-    `generation_defaults`: sampling parameters that the engine sets where a request does not.
+    `generation_defaults`: sampling parameters that the engine sets where a request does not. `exact`: what
+    it can continue exactly; `exact_detail`: why not everything.
     """
 
     engine: str
@@ -36,6 +42,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     sequences_refused: int = 0
     detail: str = ""
     generation_defaults: dict[str, float] = {}
+    exact: tuple[Exact, ...] = ()
+    exact_detail: str = ""
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
