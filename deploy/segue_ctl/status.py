@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the state once, or until interrupted."""
     if args.watch is not None and not args.watch > 0:
         raise ConfigError("--watch: expected a number of seconds above 0")
-    urls = [_normal(url) for url in args.urls]
+    urls = [normal_url(url) for url in args.urls]
     while True:
         seen = asyncio.run(look(urls))
         _print(seen, as_json=args.json, watching=args.watch is not None)
@@ -99,7 +99,8 @@ def read_status(code: int, body: object) -> Seen:
     return Seen("router" if isinstance(status, RouterStatus) else "daemon", status.ready, status)
 
 
-def _normal(url: str) -> str:
+def normal_url(url: str) -> str:
+    """`url` with a scheme and without a path. Raises ConfigError if nothing could be asked there."""
     url = url if "://" in url else f"http://{url}"
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url}: expected a URL such as {DEFAULT_URL}")
@@ -150,7 +151,16 @@ def _render_router(url: str, status: RouterStatus, style: Style) -> str:
         f"resumed {status.resumed}, refused {status.refused}"
     )
     rows = [
-        [e.name, e.state, str(e.active), str(e.failures), e.daemon_state or "none", e.model, e.url, e.detail]
+        [
+            e.name,
+            f"{e.state}, draining" if e.draining else e.state,
+            str(e.active),
+            str(e.failures),
+            e.daemon_state or "none",
+            e.model,
+            e.url,
+            e.detail,
+        ]
         for e in status.engines
     ]
     header = ["ENGINE", "STATE", "ACTIVE", "FAILURES", "DAEMON", "MODEL", "URL", ""]

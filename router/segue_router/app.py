@@ -1,6 +1,6 @@
 """The router as an HTTP service: routes, its own endpoints, start and stop.
 
-Its own endpoints: `/livez`, `/readyz` (and `/health`), `/status`, `/metrics`,
+Its own endpoints: `/livez`, `/readyz` (and `/health`), `/status`, `/metrics`, `/drain`, `/undrain`,
 `/v1/segue/requests/{seq}`. `/v1/models` is the union over engines; every other path goes to an engine.
 """
 
@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 
 import aiohttp
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -25,11 +26,14 @@ from segue_core.service import (
     start_http,
     until_signalled,
 )
-from segue_router.client import client_error_answer, read_body
+from segue_router.client import read_body
 from segue_router.context import Context
 from segue_router.daemons import settle
+from segue_router.drain import Drains
+from segue_router.engine import Engine
 from segue_router.engines import Registry
 from segue_router.errors import ClientError
+from segue_router.foreign import api_of, error_json
 from segue_router.generation import Generation
 from segue_router.metrics import Metrics
 from segue_router.passthrough import Passthrough
@@ -39,14 +43,18 @@ from segue_router.stories import Stories
 
 log = structlog.get_logger()
 CONTEXT: web.AppKey[Context] = web.AppKey("context", Context)
+DRAINS: web.AppKey[Drains] = web.AppKey("drains", Drains)
+MAX_DRAIN_BODY_BYTES = 4_096
+MAX_DRAIN_WAIT_MS = 86_400_000
 LAST_WORDS_S = 2.0
 """How long answers that are cut off at shutdown may take to say so."""
 
 
-def make_app(context: Context) -> web.Application:
+def make_app(context: Context, drains: Drains) -> web.Application:
     """The routes around `context`."""
     app = web.Application(middlewares=[_errors], client_max_size=0)
     app[CONTEXT] = context
+    app[DRAINS] = drains
     for path in PATHS:
         app.router.add_post(path, _generate)
     app.router.add_get("/v1/models", _models)
@@ -56,6 +64,8 @@ def make_app(context: Context) -> web.Application:
     app.router.add_get("/health", _ready)
     app.router.add_get("/status", _status)
     app.router.add_get("/metrics", _metrics)
+    app.router.add_post("/drain", _drain)
+    app.router.add_post("/undrain", _undrain)
     app.router.add_route("*", "/{path:.*}", _pass)
     return app
 
@@ -68,7 +78,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ClientError as error:
         outcome = "client_error" if error.status < 500 else "failed"
         context.metrics.request(request.path if request.path in PATHS else "other", outcome)
-        return client_error_answer(error)
+        return web.Response(
+            status=error.status,
+            body=error_json(api_of(request.path), error),
+            content_type="application/json",
+        )
 
 
 async def _body(context: Context, http: web.Request) -> bytes:
@@ -79,8 +93,9 @@ async def _body(context: Context, http: web.Request) -> bytes:
 async def _generate(http: web.Request) -> web.StreamResponse:
     context = http.app[CONTEXT]
     with context.admission():
-        raw = await _body(context, http)
-        return await Generation(context, http, parse_request(http.path, raw)).run()
+        request = parse_request(http.path, await _body(context, http))
+        context.registry.check_open(request.model)
+        return await Generation(context, http, request).run()
 
 
 async def _pass(http: web.Request) -> web.StreamResponse:
@@ -116,7 +131,8 @@ async def _ready(http: web.Request) -> web.Response:
     if context.stopping:
         return error_response("shutting down", status=503)
     if not context.registry.ready:
-        return error_response("no engine is up", status=503, hint="see /status for each engine's detail")
+        problem = "no engine is up" if context.registry.open else "every engine is being drained"
+        return error_response(problem, status=503, hint="see /status for each engine's detail")
     return json_response({"ready": True})
 
 
@@ -138,8 +154,71 @@ async def _status(http: web.Request) -> web.Response:
 async def _metrics(http: web.Request) -> web.Response:
     context = http.app[CONTEXT]
     for engine in context.registry.engines:
-        context.metrics.engine(engine.name, engine.health.state, len(engine.attempts))
+        context.metrics.engine(
+            engine.name, engine.health.state, len(engine.attempts), draining=engine.draining
+        )
     return web.Response(body=context.metrics.text(), content_type="text/plain", charset="utf-8")
+
+
+async def _drain(http: web.Request) -> web.StreamResponse:
+    """Empty an engine; a line of DrainProgress at each change, at least every second, until it is empty.
+
+    Whoever hangs up does not end the drain.
+    """
+    context, engine = http.app[CONTEXT], await _named_engine(http)
+    if isinstance(engine, web.Response):
+        return engine
+    wait = http.query.get("wait", "true")
+    wait_ms = http.query.get("timeout_ms", str(context.settings.drain.wait_ms))
+    if wait not in ("true", "false"):
+        return error_response(f"`wait` is {wait!r}", status=400, hint="expected true or false")
+    if not (wait_ms.isascii() and wait_ms.isdigit() and int(wait_ms) <= MAX_DRAIN_WAIT_MS):
+        return error_response(
+            f"`timeout_ms` is {wait_ms!r}", status=400, hint=f"expected a number up to {MAX_DRAIN_WAIT_MS}"
+        )
+    drain = http.app[DRAINS].drain(engine)
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    await response.prepare(http)
+    try:
+        if wait == "false":
+            await response.write(msgspec.json.encode(drain.progress) + b"\n")
+        else:
+            async for progress in drain.follow(int(wait_ms)):
+                await response.write(msgspec.json.encode(progress) + b"\n")
+        await response.write_eof()
+    except ConnectionError:
+        pass
+    return response
+
+
+async def _undrain(http: web.Request) -> web.Response:
+    """Let an engine serve again."""
+    engine = await _named_engine(http)
+    if isinstance(engine, web.Response):
+        return engine
+    await http.app[DRAINS].undrain(engine)
+    return json_response(engine.status())
+
+
+class _EngineName(msgspec.Struct, forbid_unknown_fields=True):
+    engine: str
+
+
+async def _named_engine(http: web.Request) -> Engine | web.Response:
+    """The engine that the query or the body names, or the answer that says what is wrong."""
+    context = http.app[CONTEXT]
+    name = http.query.get("engine", "")
+    if not name:
+        try:
+            raw = await read_body(http, MAX_DRAIN_BODY_BYTES, context.settings.timeouts.body_ms)
+            name = msgspec.json.decode(raw, type=_EngineName).engine
+        except ClientError as error:
+            return error_response(str(error), status=error.status)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return error_response("no engine is named", status=400, hint='?engine=NAME or {"engine": NAME}')
+    known = ", ".join(engine.name for engine in context.registry.engines)
+    found = context.registry.find(name)
+    return found or error_response(f"no engine is called {name!r}", status=404, hint=f"engines: {known}")
 
 
 @asynccontextmanager
@@ -159,11 +238,12 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
     )
     registry = Registry(settings, control)
     context = Context(settings, registry, data, control, Metrics(), Stories(settings.limits.max_stories))
+    drains = Drains(context)
     runner: web.AppRunner | None = None
     try:
         # handler_cancellation: a client that leaves stops what runs for it, also while nothing is written.
         runner, port = await start_http(
-            make_app(context),
+            make_app(context, drains),
             settings.listen.host,
             settings.listen.port,
             what="listen",
@@ -172,17 +252,18 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
         )
         registry.start()
         yield context, port
-        await _drain(context, runner)
+        await _wind_down(context, runner)
     finally:
         if runner is not None:
             await runner.cleanup()
+        await drains.close()
         await registry.stop()
         await settle(context.background)
         await data.close()
         await control.close()
 
 
-async def _drain(context: Context, runner: web.AppRunner) -> None:
+async def _wind_down(context: Context, runner: web.AppRunner) -> None:
     """Accept nothing more, let answers finish within the grace time, cut the rest off honestly."""
     context.stopping = True
     for site in list(runner.sites):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from segue_router.choice import MAIN
 from segue_router.request import GenerationRequest
 from segue_router.transcript import Transcript
 
 
 def response_object(request: GenerationRequest, transcript: Transcript) -> dict[str, Any]:
     """What the engine would have answered without `stream`, from a finished transcript."""
-    texts = {field: "".join(pieces) for field, pieces in transcript.texts.items()}
-    content = texts.pop("content", "")
+    (told,) = transcript.choices
+    texts = {field: "".join(pieces) for field, pieces in told.texts.items()}
+    content = texts.pop(MAIN, "")
     choice: dict[str, Any] = {"index": 0}
     if request.api == "chat":
         # Where a parser moved everything elsewhere (reasoning), the content is null, as vLLM has it.
@@ -21,8 +23,8 @@ def response_object(request: GenerationRequest, transcript: Transcript) -> dict[
     else:
         choice["text"] = content
     choice["logprobs"] = None
-    choice["finish_reason"] = transcript.finish_reason
-    choice["stop_reason"] = transcript.stop_reason
+    choice["finish_reason"] = told.finish_reason
+    choice["stop_reason"] = told.stop_reason
     body: dict[str, Any] = {
         "id": transcript.id,
         "object": "chat.completion" if request.api == "chat" else "text_completion",
@@ -36,6 +38,6 @@ def response_object(request: GenerationRequest, transcript: Transcript) -> dict[
         **transcript.extra,
     }
     if request.wants_ids:
-        choice["token_ids"] = transcript.delivered_ids
+        choice["token_ids"] = told.ids
         (body if request.api == "chat" else choice)["prompt_token_ids"] = transcript.prompt_ids
     return body

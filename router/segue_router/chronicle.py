@@ -75,7 +75,7 @@ class Chronicle:
         engine: str,
         to: str,
         failure: UpstreamFailure,
-        how: Literal["restart", "by_ids"],
+        how: Literal["restart", "exact", "by_ids"],
         progress: Progress,
         dropped_tokens: int,
         watermark: int,
@@ -91,7 +91,7 @@ class Chronicle:
             detect_ms=self._detect_ms,
             watermark=watermark,
             how=how,
-            delivered_tokens=len(progress.delivered_ids),
+            delivered_tokens=progress.delivered_tokens,
             dropped_tokens=dropped_tokens,
             decide_ms=0.0,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from segue_core.messages.status import RouterEngine
+from segue_core.messages.status import Exact, RouterEngine
 from segue_router.daemons import DaemonClient
 from segue_router.engine_client import Cards, EngineClient
 from segue_router.health import EngineHealth
@@ -32,8 +32,28 @@ class Served:
         return self.model == other.model and (None in (self.root, other.root) or self.root == other.root)
 
 
+class Attempts(set[Attempt]):
+    """What runs on one engine; `changed` is set (and replaced) whenever one comes or goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    def add(self, attempt: Attempt) -> None:
+        super().add(attempt)
+        self._tell()
+
+    def discard(self, attempt: object) -> None:
+        super().discard(attempt)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
 class Engine:
-    """One engine and its daemon."""
+    """One engine and its daemon. `draining`: it is being emptied, and `Registry` offers it to nobody."""
 
     def __init__(self, settings: EngineSettings, control: aiohttp.ClientSession) -> None:
         self.settings = settings
@@ -44,7 +64,8 @@ class Engine:
         key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
         self.client = EngineClient(control, self.url, key)
         self.models: Cards = {}
-        self.attempts: set[Attempt] = set()
+        self.attempts = Attempts()
+        self.draining = False
         self.progressed_ms = float("-inf")
         self.look = asyncio.Event()
 
@@ -89,6 +110,12 @@ class Engine:
         return {**told, **{key: value for key, value in named.items() if value is not None}}
 
     @property
+    def exact(self) -> frozenset[Exact]:
+        """What it can continue token for token, by its shim's own test."""
+        status = self.health.last_status
+        return frozenset(status.exact) if status else frozenset()
+
+    @property
     def fingerprint(self) -> str:
         """What its KV bytes can be exchanged with; empty: unknown."""
         status = self.health.last_status
@@ -111,4 +138,5 @@ class Engine:
             daemon_state=self.health.daemon_state,
             failures=self.health.failures,
             detail=self.health.detail,
+            draining=self.draining,
         )

@@ -6,6 +6,7 @@ a deadline and none of them raises.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,20 @@ Cards = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a probe found. `problem`: empty when all is well. `refused`: nothing listens there."""
+    """What a probe found. `problem`: empty when all is well. `refused`: nothing listens there.
+
+    `silent`: nothing came back at all, which may be the network's fault, or our own.
+    """
 
     problem: str = ""
     refused: bool = False
+    silent: bool = False
     models: Cards = field(default_factory=dict)
+
+
+def is_refusal(error: aiohttp.ClientConnectorError) -> bool:
+    """Whether the host itself answered that nothing listens there; no route to it proves nothing."""
+    return error.os_error.errno == errno.ECONNREFUSED
 
 
 class EngineClient:
@@ -64,9 +74,10 @@ class EngineClient:
                         return Look(self._not_ok(path, response.status))
                     raw = await _at_most(response, MAX_ANSWER_BYTES)
         except aiohttp.ClientConnectorError as error:
-            return Look(f"cannot connect: {error}", refused=True)
+            refused = is_refusal(error)
+            return Look(f"cannot connect: {error}", refused=refused, silent=not refused)
         except REACH as error:
-            return Look(f"no answer to a probe: {type(error).__name__} {error}".rstrip())
+            return Look(f"no answer to a probe: {type(error).__name__} {error}".rstrip(), silent=True)
         found = _model_cards(raw)
         if found is None:
             return Look("/v1/models answers something else than a list of models")

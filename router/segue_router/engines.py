@@ -1,7 +1,8 @@
 """The engines: how they are, and which of their streams have to be given up.
 
-Owns the tasks that look at engines (probes), listen to their daemons (watch) and look for streams that
-stand still (tick). Policy is in `health`; this file carries events to it and acts on its verdicts.
+Owns which engines are offered, and the tasks that look at engines (probes), listen to their daemons (watch)
+and look for streams that stand still (tick). Policy is in `health`; this file carries events to it and acts
+on its verdicts.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ import structlog
 
 from segue_router.daemons import DaemonClient
 from segue_router.engine import Engine
-from segue_router.errors import UpstreamFailure
-from segue_router.health import is_stalled, stands_still
+from segue_router.errors import ClientError, UpstreamFailure
+from segue_router.health import Observer, is_behind, is_stalled, should_ask, stands_still
 from segue_router.settings import RouterSettings, TimeoutSettings
-from segue_router.upstream import now_ms
+from segue_router.upstream import Attempt, now_ms
 
 log = structlog.get_logger()
 WATCH_RETRY_S = 0.2
 MAX_KNOWN_DEFECTS = 100
 OBSERVER_PAUSE_MS = 1_000
-"""A tick this late means that the router itself was stopped or starved."""
+"""A tick this late (or half of `stall_ms`) means that the router itself was stopped or starved."""
+MAX_QUESTIONS = 64
+"""Daemons asked about silent streams at the same time; the others are asked at a later tick."""
 
 
 class Registry:
-    """All engines. `wait_for_change` wakes whoever hopes for one of them."""
+    """All engines. `wait_for_change` wakes whoever hopes for one of them.
+
+    Invariant: an engine that is being drained is offered to nobody (`serving`, `open`).
+    """
 
     def __init__(
         self,
@@ -44,18 +50,48 @@ class Registry:
         self._clock_ms = clock_ms
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._questions: set[asyncio.Task[None]] = set()
+        timeouts = settings.timeouts
+        self._tick_ms = min(100, max(10, timeouts.stall_ms // 20))
+        self._observer = Observer(
+            beat_ms=self._tick_ms,
+            pause_ms=min(OBSERVER_PAUSE_MS, max(self._tick_ms, timeouts.stall_ms // 2)),
+            together_ms=2 * (timeouts.health_interval_ms + timeouts.health_ms),
+            patience_ms=timeouts.failover_ms,
+        )
 
     def __getitem__(self, name: str) -> Engine:
         return self._by_name[name]
 
+    def find(self, name: str) -> Engine | None:
+        """The engine of that name, if there is one."""
+        return self._by_name.get(name)
+
     @property
     def ready(self) -> bool:
         """Whether any engine can serve."""
-        return any(engine.health.state != "down" for engine in self.engines)
+        return any(engine.health.state != "down" for engine in self.open)
+
+    @property
+    def open(self) -> list[Engine]:
+        """The engines that are not being drained, in whatever state."""
+        return [engine for engine in self.engines if not engine.draining]
 
     def serving(self, model: str) -> list[Engine]:
-        """The engines that have `model`, in whatever state."""
-        return [engine for engine in self.engines if engine.serves(model)]
+        """Those that have `model`, in whatever state, less those that are being drained."""
+        return [engine for engine in self.open if engine.serves(model)]
+
+    def check_open(self, model: str) -> None:
+        """Raise ClientError (503) if `model` is served, but only where nothing new is admitted."""
+        names = [engine.name for engine in self.engines if engine.serves(model)]
+        if names and not self.serving(model):
+            raise ClientError(
+                503,
+                f"every engine that serves {model or 'this'} is being drained ({', '.join(names)}); "
+                "`seguectl undrain ENGINE` lets one serve again",
+                code="draining",
+                kind="server_error",
+            )
 
     def start(self) -> None:
         """Begin to look at the engines."""
@@ -66,13 +102,14 @@ class Registry:
         self._run(self._tick_for_ever)
 
     def _run(self, loop: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.create_task(_supervise(loop)))
+        self._tasks.append(asyncio.create_task(supervise(loop)))
 
     async def stop(self) -> None:
         """Stop looking."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._questions]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def changed(self) -> None:
         """Wake everybody who waits for a change."""
@@ -88,11 +125,18 @@ class Registry:
             return
 
     def failed(self, engine: Engine, failure: UpstreamFailure) -> None:
-        """An attempt failed there. A probe follows at once: it tells a reset from a death."""
+        """An attempt failed there. A probe follows at once: it tells a reset from a death.
+
+        Nobody is blamed for a time-out that passed while the router slept, nor for a move on purpose.
+        """
+        if failure.cause == "drained":
+            return
         before = engine.health.state
         now = self._clock_ms()
         if failure.refused:
             engine.health.refused(str(failure))
+        elif failure.cause == "connect" and self._observer.slept(now - OBSERVER_PAUSE_MS, now):
+            log.info("not blamed: the router itself stood still", engine=engine.name, reason=str(failure))
         elif failure.cause != "stalled":
             engine.health.reset(str(failure))
         elif stands_still(
@@ -115,9 +159,16 @@ class Registry:
             began = self._clock_ms()
             look = await engine.client.look(self._timeouts.health_ms, self._timeouts.connect_ms)
             now = self._clock_ms()
+            if look.silent and self._observer.slept(began, now):
+                continue  # it was the router that did not listen
+            self._observer.probed(engine.name, now, silent=look.silent)
             if look.problem:
                 engine.health.probe_failed(
-                    now, look.problem, refused=look.refused, progressed_ms=engine.progressed_ms
+                    now,
+                    look.problem,
+                    refused=look.refused,
+                    progressed_ms=engine.progressed_ms,
+                    doubtful=self._observer.doubts(now),
                 )
             else:
                 engine.models = look.models
@@ -152,17 +203,17 @@ class Registry:
             attempt.doom(cause, f"its daemon says: {detail}")
 
     async def _tick_for_ever(self) -> None:
-        tick_ms = min(100, max(10, self._timeouts.stall_ms // 20))
-        due = self._clock_ms() + tick_ms
+        self._observer.beat(self._clock_ms())
         while True:
-            await asyncio.sleep(tick_ms / 1000)
+            await asyncio.sleep(self._tick_ms / 1000)
             now = self._clock_ms()
-            if now - due > OBSERVER_PAUSE_MS:
-                log.warning("the router itself stood still", for_ms=int(now - due))
+            if paused_ms := self._observer.beat(now):
+                log.warning("the router itself stood still", for_ms=int(paused_ms))
                 for engine in self.engines:
                     for attempt in engine.attempts:
                         attempt.forgive(now)
-            due = now + tick_ms
+            if self._observer.doubts(now):
+                continue  # no engine answers: nobody could take over, and they may all be well
             for engine in self.engines:
                 self._give_up_stalled(engine, now)
 
@@ -170,21 +221,43 @@ class Registry:
         limits = self._timeouts
         for attempt in tuple(engine.attempts):
             wait = attempt.wait
-            if wait is None or now - wait.silent_since_ms < min(limits.stall_ms, limits.first_token_ms):
+            if wait is None or now - wait.silent_since_ms < min(limits.stall_ms / 2, limits.first_token_ms):
                 continue
+            asked = engine.daemon is not None and attempt.delivered and len(self._questions) < MAX_QUESTIONS
+            if asked and should_ask(wait, asked_ms=attempt.asked_ms, now_ms=now, stall_ms=limits.stall_ms):
+                self._ask(engine, attempt, now)
             if is_stalled(
                 wait,
                 engine.health,
                 progressed_ms=engine.progressed_ms,
                 now_ms=now,
                 stall_ms=limits.stall_ms,
+                lone_stall_ms=limits.lone_stall_ms,
                 first_token_ms=limits.first_token_ms,
             ):
                 attempt.doom("stalled", f"silent for {int(now - wait.silent_since_ms)} ms")
 
+    def _ask(self, engine: Engine, attempt: Attempt, now: float) -> None:
+        """How far is the engine with this silent stream? Its daemon knows."""
+        assert engine.daemon is not None
+        attempt.asked_ms = now
+        question = asyncio.create_task(self._compare(engine.daemon, attempt))
+        self._questions.add(question)
+        question.add_done_callback(self._questions.discard)
 
-async def _supervise(loop: Callable[[], Awaitable[None]]) -> None:
-    """Keep `loop` running: a defect in it must not end the watch over the engines."""
+    async def _compare(self, daemon: DaemonClient, attempt: Attempt) -> None:
+        before = attempt.wait
+        known: dict[str, int] = {}
+        for seq in tuple(attempt.delivered):
+            status = await daemon.sequence(seq, self._timeouts.probe_ms)
+            if status is not None and status.role == "owner":
+                known[seq] = status.known
+        if before is not None and attempt.wait == before and is_behind(attempt.delivered, known):
+            attempt.behind_since_ms = self._clock_ms()
+
+
+async def supervise(loop: Callable[[], Awaitable[None]]) -> None:
+    """Keep `loop` running: a defect in it must not end what watches over engines or empties them."""
     known: set[str] = set()
     while True:
         try:
@@ -192,5 +265,5 @@ async def _supervise(loop: Callable[[], Awaitable[None]]) -> None:
         except Exception as error:
             if repr(error) not in known and len(known) < MAX_KNOWN_DEFECTS:
                 known.add(repr(error))
-                log.exception("watching the engines failed; going on")
+                log.exception("looking after the engines failed; going on")
         await asyncio.sleep(WATCH_RETRY_S)

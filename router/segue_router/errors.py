@@ -47,6 +47,10 @@ class MalformedEvent(SegueError):
     """An event of an engine's stream is not JSON or not of the expected shape."""
 
 
+class ReplayDiffers(MalformedEvent):
+    """An engine that went on with an answer says something else than what the client has of it."""
+
+
 class EngineFault(SegueError):
     """An engine said in-band that the request failed. `code`: its HTTP-like code, 0 if it gave none."""
 

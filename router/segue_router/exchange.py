@@ -11,14 +11,20 @@ from typing import Any
 import msgspec
 from aiohttp import ClientResponse, web
 
+from segue_core.messages.request import choice_seq
 from segue_router.chronicle import Chronicle
 from segue_router.client import ClientStream, answer_headers
 from segue_router.context import Context
 from segue_router.engine import Engine
-from segue_router.errors import EngineFault, MalformedEvent, UpstreamFailure, check_not_interrupted
-from segue_router.relay import Relay
+from segue_router.errors import (
+    EngineFault,
+    MalformedEvent,
+    ReplayDiffers,
+    UpstreamFailure,
+    check_not_interrupted,
+)
 from segue_router.request import GenerationRequest
-from segue_router.resume import ByIds, Restart
+from segue_router.resume import Move, Restart
 from segue_router.transcript import Transcript
 from segue_router.upstream import Attempt
 
@@ -45,10 +51,14 @@ class Busy(UpstreamFailure):
 
 
 class Rejected(UpstreamFailure):
-    """4xx to a resumed request: the engine is well, but it cannot go on with this answer."""
+    """The engine is well, but it cannot go on with this answer; `reason` is a label of a metric.
 
-    def __init__(self, detail: str) -> None:
+    rejected: 4xx to a resumed request. replay_differs: it says something else than what the client has.
+    """
+
+    def __init__(self, detail: str, reason: str = "rejected") -> None:
         super().__init__("http_status", detail)
+        self.reason = reason
 
 
 class Exchange:
@@ -58,7 +68,8 @@ class Exchange:
         self,
         context: Context,
         request: GenerationRequest,
-        track: Transcript | Relay,
+        seq: str,
+        track: Transcript,
         client: ClientStream,
         chronicle: Chronicle,
         headers: dict[str, str],
@@ -66,14 +77,16 @@ class Exchange:
         self.attempt: Attempt | None = None
         self.gained = False
         """Whether the client got something new from the latest engine."""
+        self._engine: Engine | None = None
         self._context = context
         self._request = request
+        self._seq = seq
         self._track = track
         self._client = client
         self._chronicle = chronicle
         self._headers = headers
 
-    async def run(self, engine: Engine, plan: Restart | ByIds) -> web.Response | None:
+    async def run(self, engine: Engine, plan: Move) -> web.Response | None:
         """Let `engine` go on by `plan`, to the end: the whole answer, or None if the track has it.
 
         Raises UpstreamFailure, EngineAnswer.
@@ -82,7 +95,9 @@ class Exchange:
         whole = self._request.mode == "whole"
         self.attempt = attempt = Attempt(max_event_bytes=limits.max_event_bytes, whole=whole)
         self.gained = False
+        self._engine = engine
         engine.attempts.add(attempt)
+        leaves = False
         try:
             body = msgspec.json.encode(plan.body)
             self._chronicle.sent(engine.name)
@@ -102,9 +117,20 @@ class Exchange:
                 raise UpstreamFailure("malformed_event", f"a stream of type {response.content_type}")
             await self._pump(engine, attempt, plan)
             return None
+        except UpstreamFailure as failure:
+            leaves = failure.cause == "drained"
+            raise
         finally:
-            attempt.close()
-            engine.attempts.discard(attempt)
+            if not leaves:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Close the latest attempt, unless that is done. One that is drained stays open until the next
+        engine's daemon has what it needs: closing it aborts the generation, and ends its replication."""
+        if self._engine is not None and self.attempt is not None:
+            self.attempt.close()
+            self._engine.attempts.discard(self.attempt)
+            self._engine = None
 
     async def _whole(self, attempt: Attempt, response: ClientResponse) -> web.Response:
         raw = await attempt.read_all(self._context.settings.limits.max_body_bytes)
@@ -119,9 +145,7 @@ class Exchange:
         self._chronicle.ends("ok")
         return self._client.answer(200, raw, answer_headers(response.headers))
 
-    async def _not_ok(
-        self, attempt: Attempt, status: int, headers: dict[str, str], plan: Restart | ByIds
-    ) -> None:
+    async def _not_ok(self, attempt: Attempt, status: int, headers: dict[str, str], plan: Move) -> None:
         raw = await attempt.read_all(MAX_ERROR_BYTES)
         answer = EngineAnswer(status, raw, headers)
         if status in BUSY_STATUS:
@@ -131,7 +155,7 @@ class Exchange:
             raise UpstreamFailure("http_status", detail)
         raise answer if isinstance(plan, Restart) else Rejected(detail)
 
-    async def _pump(self, engine: Engine, attempt: Attempt, plan: Restart | ByIds) -> None:
+    async def _pump(self, engine: Engine, attempt: Attempt, plan: Move) -> None:
         """Relay events until `[DONE]`."""
         track = self._track
         while not track.done:
@@ -142,6 +166,8 @@ class Exchange:
             for payload in payloads:
                 try:
                     out.append(track.absorb(payload))
+                except ReplayDiffers as error:
+                    failure = Rejected(str(error), "replay_differs")
                 except MalformedEvent as error:
                     failure = UpstreamFailure("malformed_event", str(error))
                 except EngineFault as fault:
@@ -153,6 +179,7 @@ class Exchange:
             data = b"".join(out)
             if track.gains > gains:
                 attempt.streaming = True
+                attempt.delivered = self._delivered()
                 engine.progressed()
                 if data or not self._request.stream:
                     self._chronicle.gained()
@@ -164,12 +191,21 @@ class Exchange:
         if track.finish_reason is None:
             raise UpstreamFailure("stream_eof", "[DONE] without a finish_reason")
 
+    def _delivered(self) -> dict[str, int]:
+        """Tokens (prompt and output) that have arrived, by sequence."""
+        prompt = len(self._track.prompt_ids or ())
+        return {
+            choice_seq(self._seq, choice.index): prompt + len(choice.ids)
+            for choice in self._track.choices
+            if choice.finish_reason is None
+        }
 
-def _meaning(fault: EngineFault, plan: Restart | ByIds) -> UpstreamFailure | EngineAnswer:
+
+def _meaning(fault: EngineFault, plan: Move) -> UpstreamFailure | EngineAnswer:
     """What an in-band error is: a failure, or the client's affair."""
     if not 400 <= fault.code < 500 or fault.code == 429:
         return UpstreamFailure("error_event", str(fault))
-    if isinstance(plan, ByIds):
+    if not isinstance(plan, Restart):
         return Rejected(str(fault))
     return EngineAnswer(fault.code, msgspec.json.encode(fault.body), {"Content-Type": "application/json"})
 

@@ -1,21 +1,22 @@
 """One generation, from the client's request to the last byte of its answer, over as many engines as it takes.
 
-Owns the order of things: send, relay, and when an engine fails: close, decide, choose, promote, send on (and
-fence, beside it). The decisions are made elsewhere (`resume`, `choose`, `health`). Invariants: what the
-client received is a prefix of one valid answer; a client that has left keeps no engine busy; what cannot be
-continued ends in one clear error and never in `[DONE]`.
+Owns the order of things: send, relay, and when an engine fails, or is drained: decide, choose, promote, send
+on (and fence, beside it). The decisions are made elsewhere (`resume`, `choose`, `health`). Invariants: what
+the client received is a prefix of one valid answer; a client that has left keeps no engine busy; what cannot
+be continued ends in one clear error and never in `[DONE]`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Literal
+from dataclasses import replace
 
 import msgspec
 import structlog
 from aiohttp import web
 
+from segue_core.messages.status import Exact as Ability
 from segue_router.assemble import response_object
 from segue_router.choose import affinity_key
 from segue_router.chronicle import Chronicle
@@ -24,17 +25,28 @@ from segue_router.context import Context
 from segue_router.engine import Engine
 from segue_router.errors import Cause, ClientError, UpstreamFailure
 from segue_router.exchange import Busy, EngineAnswer, Exchange, Rejected
-from segue_router.relay import Relay
 from segue_router.request import GenerationRequest
-from segue_router.resume import ByIds, Finish, Plan, Progress, Refuse, Restart, how_to_resume
+from segue_router.resume import (
+    ByIds,
+    Exact,
+    Finish,
+    Move,
+    Plan,
+    Progress,
+    Refuse,
+    Restart,
+    Target,
+    exactly_not,
+    how_to_resume,
+)
 from segue_router.takeover import Takeover
-from segue_router.transcript import Transcript
+from segue_router.transcript import How, Transcript
 from segue_router.upstream import now_ms
 
 log = structlog.get_logger()
 FAILOVER_HEADER = "x-segue-failover"
-UNCOUNTED: frozenset[Cause] = frozenset({"connect"})
-"""Failures before the engine had the request: trying elsewhere is not yet a move of an answer."""
+UNCOUNTED: frozenset[Cause] = frozenset({"connect", "drained"})
+"""No move of an answer away from a failure: the engine never had the request, or is emptied on purpose."""
 
 
 class Generation:
@@ -47,16 +59,16 @@ class Generation:
         self._seq = f"seq-{secrets.token_hex(12)}"
         self._client = ClientStream(http, self._seq)
         limits = context.settings.limits
-        self._track: Transcript | Relay = (
-            Transcript(request, limits.max_transcript_tokens) if request.mode == "tracked" else Relay(request)
-        )
+        self._track = Transcript(request, limits.max_transcript_tokens)
         affinity = context.settings.affinity
         key = affinity_key(request, http.headers.get(affinity.header), affinity.prefix_chars)
         self._takeover = Takeover(context, self._seq, request.model, key)
         self._chronicle = Chronicle(context.stories, context.metrics, self._seq, request.path)
         self._headers = request_headers(http.headers)
         self._headers["Content-Type"] = "application/json"
-        self._exchange = Exchange(context, request, self._track, self._client, self._chronicle, self._headers)
+        self._exchange = Exchange(
+            context, request, self._seq, self._track, self._client, self._chronicle, self._headers
+        )
         opted_out = http.headers.get(FAILOVER_HEADER, "").lower() in ("off", "0", "false", "no")
         self._may_move = context.settings.failover.enabled and not opted_out
         self._moves = self._failures = 0
@@ -73,8 +85,20 @@ class Generation:
         return self._exchange.attempt in engine.attempts
 
     async def move_away(self, engine: Engine) -> bool:
-        """See `Running`."""
-        return False
+        """Give the present engine up on purpose, once another one has the KV of what was delivered."""
+        attempt = self._exchange.attempt
+        if attempt is None or not self.is_on(engine) or self._request.mode == "whole" or not self._may_move:
+            return False
+        progress = self._track.progress
+        plan, needed = self._wherever(engine, progress)
+        if isinstance(plan, (Finish, Refuse)) or not self._takeover.has_other(engine, needed):
+            return False
+        if not isinstance(plan, Restart):
+            await self._takeover.caught_up(engine, lambda: self._track.progress)
+        if attempt not in engine.attempts:
+            return False
+        attempt.doom("drained", "the engine is being drained")
+        return True
 
     async def run(self) -> web.StreamResponse:
         """Serve the client. Raises CancelledError when it leaves."""
@@ -95,6 +119,7 @@ class Generation:
             chronicle.ends("client_left")
             return self._client.response or web.Response(status=499)
         finally:
+            self._exchange.let_go()
             context.end(self)
             chronicle.is_at(len(self._track.prompt_ids or ()), self._track.delivered_tokens)
             chronicle.close()
@@ -103,8 +128,10 @@ class Generation:
         engine = self._takeover.first()
         if engine is None:
             return await self._no_engine()
+        if self._seeds(engine):
+            self._request = self._request.seeded(secrets.randbits(31))
         params = self._takeover.params(engine, resume=False)
-        plan: Restart | ByIds = Restart(self._request.path, self._request.engine_body(params))
+        plan: Move = Restart(self._request.path, self._request.engine_body(params))
         while True:
             try:
                 whole = await self._exchange.run(engine, plan)
@@ -121,16 +148,27 @@ class Generation:
         self._chronicle.is_at(len(track.prompt_ids or ()), track.delivered_tokens)
         self._chronicle.ends("ok")
         if not self._request.stream:
-            assert isinstance(track, Transcript)
             body = msgspec.json.encode(response_object(self._request, track))
             return self._client.answer(200, body, {"Content-Type": "application/json"})
         await self._client.write(track.closing())
         return await self._client.end()
 
+    def _seeds(self, engine: Engine) -> bool:
+        """Whether random draws have to be repeatable for another engine to go on with them."""
+        request = self._request
+        return (
+            self._context.settings.failover.seed_sampled
+            and self._may_move
+            and request.samples
+            and request.body.get("seed") is None
+            and "seed" in engine.exact
+            and not request.exact_obstacle
+        )
+
     async def _after(
         self, engine: Engine, failure: UpstreamFailure
-    ) -> web.StreamResponse | tuple[Engine, Restart | ByIds]:
-        """An engine failed: the client's last answer, or the engine to go on at and how."""
+    ) -> web.StreamResponse | tuple[Engine, Move]:
+        """An engine failed, or is drained: the client's last answer, or the engine to go on at and how."""
         takeover, exchange = self._takeover, self._exchange
         assert exchange.attempt is not None
         self._chronicle.failed(exchange.attempt)
@@ -139,16 +177,16 @@ class Generation:
         if failure.cause == "router_stopping" or self._context.cutting_off:
             return await self._give_up(503, "the router is shutting down", code="router_stopping")
         if isinstance(failure, Rejected):
-            return await self._refuse("rejected", failure)
+            return await self._refuse(failure.reason, failure)
         self._note_failure(engine, failure)
         progress = self._track.progress
-        # Whether it can go on does not hang on where; a length that is still unknown is asked about below.
-        plan = how_to_resume(self._request, progress, takeover.target(engine), None)
+        plan, needed = self._wherever(engine, progress)
         if isinstance(plan, Finish):
             return await self._finish_from_known(plan)
         if isinstance(plan, Refuse) and plan.reason != "unknown_model_length":
             return await self._refuse(plan.reason, failure)
-        if progress.delivered_ids:
+        takeover.must_continue(needed)
+        if progress.begun:
             takeover.began_on(engine)
         busy = isinstance(failure, Busy)
         counted = not busy and failure.cause not in UNCOUNTED
@@ -158,30 +196,51 @@ class Generation:
             takeover.next_epoch()
         begun = progress.client_has or counted or self._moves > 0
         following = await takeover.next(progress, patience_ms=self._patience_left() if begun else 0)
+        if following is None and failure.cause == "drained":
+            following = engine  # nobody is left after all: it is as well as it was
         if following is None:
             return await self._nobody(failure, begun=begun)
         self._moves += counted
         plan = await self._plan(following, progress)
+        exchange.let_go()
         if not busy:
-            takeover.fence(engine)
+            takeover.fence(engine, progress)
         if isinstance(plan, Refuse):
             return await self._refuse(plan.reason, failure)
         if isinstance(plan, Finish):
             return await self._finish_from_known(plan)
         if not busy:
             self._note_move(engine, following, failure, plan, progress)
-        if isinstance(plan, ByIds):
-            self._track.next_engine(by_ids=True, given_back=plan.given_back)
-        else:
-            takeover.starts_again()
-            self._track.next_engine(by_ids=False)
+        self._prepare(plan)
         return following, plan
+
+    def _wherever(self, engine: Engine, progress: Progress) -> tuple[Plan, frozenset[Ability]]:
+        """How the best engine there is would go on after `engine`, and what it must be able to for that."""
+        request, target = self._request, self._takeover.anywhere(engine)
+        plan = how_to_resume(request, progress, target, None)
+        if isinstance(plan, Exact):
+            modest = how_to_resume(request, progress, replace(target, exact=frozenset()), None)
+            if isinstance(modest, Refuse):
+                return plan, request.needs
+        return plan, frozenset()
+
+    def _prepare(self, plan: Move) -> None:
+        """What was collected so far is brought in line with what the next engine will say."""
+        if isinstance(plan, Exact):
+            self._track.next_engine("exact")
+        elif isinstance(plan, ByIds):
+            self._track.next_engine("by_ids", given_back=plan.given_back)
+        else:
+            self._takeover.starts_again()
+            self._track.next_engine("restart")
 
     def _note_failure(self, engine: Engine, failure: UpstreamFailure) -> None:
         """Tell everybody whom it concerns."""
         if isinstance(failure, Busy):
             self._takeover.busy(engine)
             self._busy_answer = failure.answer
+            return
+        if failure.cause == "drained":
             return
         self._failures += 1
         self._context.registry.failed(engine, failure)
@@ -194,13 +253,20 @@ class Generation:
     async def _plan(self, following: Engine, progress: Progress) -> Plan:
         """How `following` goes on. Its daemon and its tokenizer are asked at the same time."""
         takeover = self._takeover
-        give_back = takeover.give_back(following, progress, self._headers)
+        give_back = self._give_back(following, progress)
         if takeover.epoch > 1:  # somebody wrote before it, be it under an engine that has become busy since
             _, count = await asyncio.gather(takeover.promote(following, progress), give_back)
         else:
             count = await give_back
         params = takeover.params(following, resume=takeover.epoch > 1)
         return how_to_resume(self._request, progress, takeover.target(following, give_back=count), params)
+
+    async def _give_back(self, following: Engine, progress: Progress) -> int | None:
+        """Delivered ids without their text; matters only where it is continued by ids."""
+        target: Target = self._takeover.target(following)
+        if not exactly_not(self._request, progress, target):
+            return 0
+        return await self._takeover.give_back(following, progress, self._headers)
 
     async def _nobody(self, failure: UpstreamFailure, *, begun: bool) -> web.StreamResponse:
         """There is no engine to go on at."""
@@ -265,11 +331,13 @@ class Generation:
         engine: Engine,
         following: Engine,
         failure: UpstreamFailure,
-        plan: Restart | ByIds,
+        plan: Move,
         progress: Progress,
     ) -> None:
-        how: Literal["restart", "by_ids"] = "by_ids" if isinstance(plan, ByIds) else "restart"
-        dropped = plan.dropped_tokens if isinstance(plan, ByIds) else progress.held_tokens
+        how: How = "exact" if isinstance(plan, Exact) else "by_ids" if isinstance(plan, ByIds) else "restart"
+        dropped = progress.held_tokens if isinstance(plan, Restart) else 0
+        if isinstance(plan, ByIds):
+            dropped = plan.dropped_tokens
         watermark = self._takeover.watermark
         self._chronicle.moves(engine.name, following.name, failure, how, progress, dropped, watermark)
         log.info("request moves", seq=self._seq, to=following.name, how=how, watermark=watermark)

@@ -1,4 +1,4 @@
-"""An engine's health: a pure state machine, and the rule that tells a silent stream from a dead one.
+"""An engine's health: a pure state machine, and the rules that tell a silent stream from a dead one.
 
     up       serves.
     suspect  failed once without proof of death; used only if nothing better is there.
@@ -7,11 +7,13 @@
 Invariants: a client's error never changes a state; an engine that was down comes back only through a good
 answer to a probe, and where its daemon watches it, only while the daemon says that it runs. (A daemon that
 knows of a dead engine only does not watch the one that was started after it without the shim.)
-Progress decides, not politeness. Times are monotonic milliseconds, passed in.
+Progress decides, not politeness. The observer suspects itself first: what it saw across a pause of its own,
+or of all engines at once, proves nothing for a while. Times are monotonic milliseconds, passed in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,8 +101,13 @@ class EngineHealth:
         elif now_ms >= self._hold_until_ms:
             self._become("up", "")
 
-    def probe_failed(self, now_ms: float, detail: str, *, refused: bool, progressed_ms: float) -> None:
-        """A probe failed. `progressed_ms`: when a stream of this engine last advanced."""
+    def probe_failed(
+        self, now_ms: float, detail: str, *, refused: bool, progressed_ms: float, doubtful: bool = False
+    ) -> None:
+        """A probe failed. `progressed_ms`: when a stream of this engine last advanced.
+
+        `doubtful`: it may be the observer's own fault, and is a suspicion at most.
+        """
         if refused:
             if self.state != "down":
                 self.failures += 1
@@ -110,7 +117,10 @@ class EngineHealth:
         working = daemon is not None and daemon.running > 0 and daemon.progress_age_ms < DAEMON_SILENCE_MS
         if working or now_ms - progressed_ms < DAEMON_SILENCE_MS:
             return
-        self._become("suspect" if self.state == "up" else "down", detail)
+        if self.state == "up":
+            self._become("suspect", detail)
+        elif not doubtful:
+            self._become("down", detail)
 
     def daemon_said(self, status: EngineStatus, now_ms: float) -> bool:
         """Take a daemon's word; returns whether the life that streams were started in has ended."""
@@ -135,13 +145,74 @@ class EngineHealth:
         self.state, self.detail = state, detail
 
 
+class Observer:
+    """Whether the router itself can be trusted: it may have been paused, or cut off from everybody.
+
+    `pause_ms`: a beat this late is a pause. Probes of all engines that fall silent within `together_ms` are
+    taken for its own fault, but for no longer than `patience_ms`: then they are believed.
+    """
+
+    def __init__(self, *, beat_ms: float, pause_ms: float, together_ms: float, patience_ms: float) -> None:
+        self._beat_ms = beat_ms
+        self._pause_ms = pause_ms
+        self._together_ms = together_ms
+        self._patience_ms = patience_ms
+        self._last_ms: float | None = None
+        self._woke_ms = float("-inf")
+        self._silent: dict[str, float | None] = {}
+
+    def beat(self, now_ms: float) -> float:
+        """To be called every `beat_ms`; returns how long the router stood still before it (0: it did not)."""
+        late_ms = self._late_ms(now_ms)
+        self._last_ms = now_ms
+        if late_ms <= self._pause_ms:
+            return 0.0
+        self._woke_ms = now_ms
+        return late_ms
+
+    def slept(self, since_ms: float, now_ms: float) -> bool:
+        """Whether it stood still at some time since `since_ms`, noticed by a beat or not yet."""
+        return self._woke_ms >= since_ms or self._late_ms(now_ms) > self._pause_ms
+
+    def probed(self, engine: str, now_ms: float, *, silent: bool) -> None:
+        """A probe of `engine` ended. `silent`: nothing at all came back."""
+        since = self._silent.get(engine)
+        self._silent[engine] = (now_ms if since is None else since) if silent else None
+
+    def doubts(self, now_ms: float) -> bool:
+        """Whether all engines (two or more) fell silent at once, a short while ago."""
+        times = [since for since in self._silent.values() if since is not None]
+        if len(times) < 2 or len(times) < len(self._silent):
+            return False
+        return max(times) - min(times) <= self._together_ms and now_ms - max(times) <= self._patience_ms
+
+    def _late_ms(self, now_ms: float) -> float:
+        return 0.0 if self._last_ms is None else now_ms - self._last_ms - self._beat_ms
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A stream that is waiting for its engine. `whole`: an answer that comes in one piece at its end."""
+    """A stream that is waiting for its engine. `whole`: an answer that comes in one piece at its end.
+
+    `behind_since_ms`: since when the engine's daemon knows of tokens that it has not brought.
+    """
 
     silent_since_ms: float
     first_token: bool
     whole: bool = False
+    behind_since_ms: float | None = None
+
+
+def should_ask(wait: Wait, *, asked_ms: float, now_ms: float, stall_ms: int) -> bool:
+    """Whether to ask the engine's daemon how far it is with a silent stream. `asked_ms`: the last time."""
+    if wait.first_token or wait.whole or wait.behind_since_ms is not None:
+        return False
+    return min(now_ms - wait.silent_since_ms, now_ms - asked_ms) >= stall_ms / 2
+
+
+def is_behind(delivered: Mapping[str, int], known: Mapping[str, int]) -> bool:
+    """Whether the engine has produced more of a sequence than its stream brought. Not known: it has not."""
+    return any(known.get(seq, 0) > tokens for seq, tokens in delivered.items())
 
 
 def is_stalled(
@@ -151,14 +222,16 @@ def is_stalled(
     progressed_ms: float,
     now_ms: float,
     stall_ms: int,
+    lone_stall_ms: int,
     first_token_ms: int,
 ) -> bool:
     """Whether to give the stream up. `progressed_ms`: when any stream of this engine last advanced.
 
     A daemon that says "stalled" is believed at once; one that says the engine progresses is believed too,
-    up to `first_token_ms`. Without one, a stream that has begun is given up when it and every other stream
-    of the engine stood still for `stall_ms`; one that waits for its first token may be in prefill, unless
-    probes found the engine down.
+    up to `first_token_ms`: the sequence may wait in the engine. But tokens that the daemon has known for a
+    while and the stream did not bring got stuck on the way. Without a daemon, a stream that has begun is
+    given up when it and every other stream of the engine stood still for `stall_ms`, or it alone for
+    `lone_stall_ms`; one that waits for its first token may be in prefill, unless the engine was found down.
     """
     silent_ms = now_ms - wait.silent_since_ms
     daemon = health.daemon(now_ms)
@@ -166,14 +239,17 @@ def is_stalled(
         if daemon.state != "running":
             return True
         idle = daemon.running == 0 and not wait.first_token and not wait.whole
-        if silent_ms >= stall_ms and (daemon.progress_age_ms >= stall_ms or idle):
+        stuck = wait.behind_since_ms is not None and now_ms - wait.behind_since_ms >= stall_ms / 2
+        if silent_ms >= stall_ms and (daemon.progress_age_ms >= stall_ms or idle or stuck):
             return True
         return silent_ms >= first_token_ms and not wait.whole
     if wait.whole:
         return silent_ms >= first_token_ms and health.state == "down"
     if silent_ms >= first_token_ms or (silent_ms >= stall_ms and health.state == "down"):
         return True
-    return not wait.first_token and silent_ms >= stall_ms and now_ms - progressed_ms >= stall_ms
+    if wait.first_token:
+        return False
+    return silent_ms >= stall_ms and (now_ms - progressed_ms >= stall_ms or silent_ms >= lone_stall_ms)
 
 
 def stands_still(health: EngineHealth, *, progressed_ms: float, now_ms: float, stall_ms: int) -> bool:

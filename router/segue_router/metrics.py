@@ -43,6 +43,12 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=r,
         )
+        self._drained = Counter(
+            "segue_router_drained", "Requests asked to leave an engine, by answer.", ["answer"], registry=r
+        )
+        self._draining = Gauge(
+            "segue_router_engine_draining", "1 while an engine is being emptied.", ["engine"], registry=r
+        )
         self._state = Gauge(
             "segue_router_engine_state", "1 for the state an engine is in.", ["engine", "state"], registry=r
         )
@@ -67,11 +73,16 @@ class Metrics:
         self.refused_total += 1
         self._refusals.labels(reason).inc()
 
-    def engine(self, name: str, state: str, active: int) -> None:
+    def drained(self, *, moves: bool) -> None:
+        """A request was asked to leave an engine that is being drained."""
+        self._drained.labels("moves" if moves else "stays").inc()
+
+    def engine(self, name: str, state: str, active: int, *, draining: bool) -> None:
         """An engine's state now."""
         for known in STATES:
             self._state.labels(name, known).set(1 if known == state else 0)
         self._active.labels(name).set(active)
+        self._draining.labels(name).set(draining)
 
     def text(self) -> bytes:
         """The Prometheus text format."""

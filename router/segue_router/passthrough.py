@@ -1,7 +1,7 @@
 """Everything that is no generation the router knows: one engine's answer, passed on as it comes.
 
-Owns no failover beyond trying another engine when nothing listens at the first. A stream that breaks is
-never ended as if it were complete.
+Owns no failover beyond trying another engine when nothing listens at the first, or it is busy. A stream that
+breaks is never ended as if it were complete: its own API's error comes last.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
+from segue_core.messages.request import PARAMS_KEY
 from segue_router.choose import Candidate, rank_new
 from segue_router.client import answer_headers, request_headers
 from segue_router.context import Context
 from segue_router.engine import Engine
-from segue_router.errors import ClientError, UpstreamFailure, error_body
+from segue_router.errors import ClientError, UpstreamFailure
+from segue_router.exchange import BUSY_STATUS
+from segue_router.foreign import PassedStream, api_of
 from segue_router.upstream import Attempt
+
+
+class _Busy(Exception):
+    """429 or 503, and there is another engine to ask."""
 
 
 class Passthrough:
@@ -26,8 +33,9 @@ class Passthrough:
     def __init__(self, context: Context, http: web.Request, body: bytes) -> None:
         self._context = context
         self._http = http
-        self._body = body
+        self._model, self._body = read_head(body)
         self._attempt: Attempt | None = None
+        self._response: web.StreamResponse | None = None
 
     def stop(self) -> None:
         """The router goes: cut it off."""
@@ -51,6 +59,9 @@ class Passthrough:
         except asyncio.CancelledError:
             context.metrics.request("other", "client_left")
             raise
+        except ConnectionError:  # while something was written to it; engines' failures have their own type
+            context.metrics.request("other", "client_left")
+            return self._response or web.Response(status=499)
         finally:
             context.end(self)
         outcome = "ok" if response.status < 400 else "client_error" if response.status < 500 else "failed"
@@ -60,14 +71,16 @@ class Passthrough:
     async def _serve(self) -> web.StreamResponse:
         tried: set[str] = set()
         failure: UpstreamFailure | None = None
-        model = _model_in(self._body)
-        while (engine := self._choose(model, tried)) is not None:
+        self._context.registry.check_open(self._model)
+        while (engine := self._choose(tried)) is not None:
             tried.add(engine.name)
             limits = self._context.settings.limits
             self._attempt = Attempt(max_event_bytes=limits.max_event_bytes, whole=True)
             engine.attempts.add(self._attempt)
             try:
-                return await self._pass(engine, self._attempt)
+                return await self._pass(engine, self._attempt, last=self._choose(tried) is None)
+            except _Busy:
+                continue
             except UpstreamFailure as error:
                 failure = error
                 self._context.registry.failed(engine, error)
@@ -83,9 +96,9 @@ class Passthrough:
         status = 503 if failure.cause == "connect" else 502
         raise ClientError(status, f"the engine failed: {failure}", code=failure.cause, kind="server_error")
 
-    def _choose(self, model: str, tried: set[str]) -> Engine | None:
+    def _choose(self, tried: set[str]) -> Engine | None:
         registry = self._context.registry
-        engines = registry.serving(model) or registry.engines
+        engines = registry.serving(self._model) or registry.open
         candidates = [
             Candidate(engine.name, engine.health.state, len(engine.attempts))
             for engine in engines
@@ -95,7 +108,7 @@ class Passthrough:
         ranked = rank_new(candidates, session)
         return registry[ranked[0]] if ranked else None
 
-    async def _pass(self, engine: Engine, attempt: Attempt) -> web.StreamResponse:
+    async def _pass(self, engine: Engine, attempt: Attempt, *, last: bool) -> web.StreamResponse:
         upstream = await attempt.open(
             self._context.data,
             self._http.method,
@@ -105,36 +118,63 @@ class Passthrough:
             headers=request_headers(self._http.headers),
             connect_ms=self._context.settings.timeouts.connect_ms,
         )
+        if upstream.status in BUSY_STATUS and not last:
+            raise _Busy
         response = web.StreamResponse(status=upstream.status, headers=answer_headers(upstream.headers))
-        if upstream.content_length is not None and self._http.method != "HEAD":
+        self._response = response
+        has_body = self._http.method != "HEAD"
+        streams = has_body and upstream.status == 200 and upstream.content_type == "text/event-stream"
+        if upstream.content_length is not None and has_body and not streams:
             response.content_length = upstream.content_length
         await response.prepare(self._http)
+        if streams:
+            await self._pass_events(engine, attempt, response)
+            return response
         try:
             while chunk := await attempt.read_bytes():
                 await response.write(chunk)
         except UpstreamFailure as failure:
             self._context.registry.failed(engine, failure)
-            await self._cut(response, upstream.content_type, failure)
+            if self._http.transport is not None:
+                self._http.transport.close()  # without the proper end: nobody takes it for complete
             return response
         await response.write_eof()
         return response
 
-    async def _cut(self, response: web.StreamResponse, kind: str, failure: UpstreamFailure) -> None:
-        """The answer broke: say so in a stream of events, and close without ending it properly."""
-        if kind == "text/event-stream":
-            error = error_body(f"the engine failed: {failure}", kind="server_error", code=failure.cause)
-            await response.write(b"event: error\ndata: " + error + b"\n\n")
-            await response.write_eof()
-        elif self._http.transport is not None:
-            self._http.transport.close()
+    async def _pass_events(self, engine: Engine, attempt: Attempt, response: web.StreamResponse) -> None:
+        """Pass a stream on, event by event; if it ends too early, say so in the form of its API."""
+        limits = self._context.settings.limits
+        stream = PassedStream(api_of(self._http.path), limits.max_event_bytes)
+        try:
+            while chunk := await attempt.read_bytes():
+                if whole := stream.take(chunk):
+                    await response.write(whole)
+            if stream.truncated:
+                raise UpstreamFailure("stream_eof", "the stream ended before the answer did")
+            if rest := stream.rest():
+                await response.write(rest)
+        except UpstreamFailure as failure:
+            self._context.registry.failed(engine, failure)
+            if not stream.ended:
+                said = str(failure) if failure.cause == "router_stopping" else f"the engine failed: {failure}"
+                await response.write(stream.error(said, failure.cause))
+        await response.write_eof()
 
 
-def _model_in(body: bytes) -> str:
-    """The model that a JSON body names; empty if there is none."""
-    if body.lstrip()[:1] != b"{":
-        return ""
+def read_head(body: bytes) -> tuple[str, bytes]:
+    """The model that a JSON body names (empty: none), and the body for an engine.
+
+    What a client says under Segue's own key is not passed on: it could name somebody else's sequence. All
+    else stays byte for byte.
+    """
     try:
-        model = msgspec.json.decode(body).get("model")
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        model = msgspec.json.decode(fields.get("model", b"null"))
+        own = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    return model if isinstance(model, str) else ""
+        return "", body
+    if isinstance(own, dict) and PARAMS_KEY in own:
+        del own[PARAMS_KEY]
+        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(own))
+        body = msgspec.json.encode(fields)
+    return model if isinstance(model, str) else "", body

@@ -1,23 +1,33 @@
 """What a client asks for: the generation request, read once.
 
-Owns the meaning of the body's fields for failover: what has to be passed through untracked, and what
-stands in the way of continuing by token ids. It never talks to an engine. The client's body is never changed.
+Owns the meaning of the body's fields for failover: what an engine must be able to do to continue it exactly,
+and what stands in the way of that, or of continuing it by token ids. It never talks to an engine. The
+client's body is never changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from segue_core.messages.request import PARAMS_KEY, SegueParams
+from segue_core.messages.status import Exact
 from segue_router.errors import ClientError
+from segue_router.obstacles import (
+    Api,
+    asks_logprobs,
+    asks_tools,
+    count_choices,
+    exact_obstacle,
+    needs,
+    obstacle,
+)
 
-Api = Literal["completions", "chat"]
-Mode = Literal["tracked", "relay", "whole"]
-"""tracked: streamed from the engine with token ids, can be resumed. relay: the client's stream, passed on
-event by event. whole: an ordinary answer, read to its end before the client gets any of it."""
+Mode = Literal["tracked", "whole"]
+"""tracked: streamed from the engine, whatever the client gets. whole: an ordinary answer, read to its end
+before the client gets any of it."""
 
 PATHS: dict[str, Api] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 COMPLETIONS_PATH = "/v1/completions"
@@ -42,6 +52,16 @@ class GenerationRequest:
     """How many choices the answer has (n times the number of prompts)."""
     obstacle: str
     """Why it cannot be continued by token ids; empty if it can."""
+    exact_obstacle: str
+    """Why no engine could continue it exactly; empty if one can that does what it `needs`."""
+    needs: frozenset[Exact]
+    names_ids: bool
+    """Whether engines are asked to name the token ids."""
+    echoed: str = ""
+    """The prompt that a completion begins with, if the client wants it there: an engine that names ids
+    leaves it out (vLLM 0.32)."""
+    seed: int | None = None
+    """The router's own, for a client that samples without one: only engines see it."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -52,12 +72,25 @@ class GenerationRequest:
             return other if isinstance(other, int) else limit if isinstance(limit, int) else None
         return limit if isinstance(limit, int) else COMPLETIONS_DEFAULT_MAX_TOKENS
 
+    @property
+    def samples(self) -> bool:
+        """Whether chance decides, unless an engine's own defaults say otherwise."""
+        return "seed" in self.needs
+
+    def seeded(self, seed: int) -> GenerationRequest:
+        """The same request, whose random draws can be continued."""
+        return replace(self, seed=seed)
+
     def engine_body(self, params: SegueParams | None, model: str = "") -> dict[str, Any]:
-        """The body for an engine that starts from the beginning; `model` for a request without one."""
+        """The body for an engine that starts from the beginning, or that continues it exactly; `model` for a
+        request without one."""
         body = with_params(self.body, params, model)
+        if self.seed is not None:
+            body["seed"] = self.seed
         if self.mode == "tracked":
             body["stream"] = True
-            body["return_token_ids"] = True
+            if self.names_ids:
+                body["return_token_ids"] = True
             if not self.stream:
                 body["stream_options"] = {"include_usage": True}
         return body
@@ -99,6 +132,8 @@ def parse_request(path: str, raw: bytes) -> GenerationRequest:
     stream = body.get("stream") is True
     options = body.get("stream_options")
     options = options if isinstance(options, dict) else {}
+    wants_ids = bool(body.get("return_token_ids"))
+    echoed = _echoed(body) if api == "completions" and body.get("echo") and not wants_ids else ""
     return GenerationRequest(
         api=api,
         path=path,
@@ -109,25 +144,30 @@ def parse_request(path: str, raw: bytes) -> GenerationRequest:
         continuous_usage=stream
         and bool(options.get("include_usage"))
         and bool(options.get("continuous_usage_stats")),
-        wants_ids=bool(body.get("return_token_ids")),
-        mode=_mode(api, body, stream),
-        choices=_choices(api, body),
+        wants_ids=wants_ids,
+        mode="tracked" if stream else _mode(api, body),
+        choices=count_choices(api, body),
         obstacle=obstacle(api, body),
+        exact_obstacle=exact_obstacle(api, body),
+        needs=needs(api, body),
+        names_ids=wants_ids or api == "chat" or not body.get("echo") or bool(echoed),
+        echoed=echoed,
     )
 
 
-def _choices(api: Api, body: dict[str, Any]) -> int:
-    n = body.get("n")
+def _echoed(body: dict[str, Any]) -> str:
+    """The text of the only prompt, if the body has it as text and the engine takes it as it is."""
     prompt = body.get("prompt")
-    many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    prompts = len(prompt) if api == "completions" and isinstance(prompt, list) and many else 1
-    return max(1, n if isinstance(n, int) else 1) * prompts
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    cut = body.get("truncate_prompt_tokens") is not None
+    return prompt if isinstance(prompt, str) and not cut else ""
 
 
-def _mode(api: Api, body: dict[str, Any], stream: bool) -> Mode:
-    """Streaming inside must give what the client would have got from the engine itself."""
-    if (
-        _choices(api, body) != 1
+def _mode(api: Api, body: dict[str, Any]) -> Mode:
+    """For an answer that is not streamed: streaming inside must give what the engine itself would have."""
+    whole = (
+        count_choices(api, body) != 1
         or body.get("n") not in (None, 1)
         or body.get("echo")
         or body.get("use_beam_search")
@@ -135,83 +175,10 @@ def _mode(api: Api, body: dict[str, Any], stream: bool) -> Mode:
         or body.get("prompt_embeds") is not None
         or body.get("best_of") not in (None, 1)
         or body.get("max_tokens") == 0
-    ):
-        return "relay" if stream else "whole"
-    if not stream and (
-        _asks_logprobs(api, body)
-        or _asks_tools(body)
+        or asks_logprobs(api, body)
+        or asks_tools(body)
         or body.get("stream_options") is not None  # the engine refuses these without stream
         or body.get("kv_transfer_params") is not None  # answered only without stream
         or body.get("return_prompt_text")
-    ):
-        return "whole"
-    return "tracked"
-
-
-def _asks_logprobs(api: Api, body: dict[str, Any]) -> bool:
-    asked = body.get("logprobs")
-    return asked is not None if api == "completions" else bool(asked)
-
-
-def _asks_tools(body: dict[str, Any]) -> bool:
-    tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return tools or bool(body.get("functions"))
-
-
-def obstacle(api: Api, body: dict[str, Any]) -> str:
-    """The first reason why prompt + delivered ids is not the same request; empty if it is.
-
-    Reasons are labels of a metric. What only counts the union of prompt and output, or single positions
-    (repetition_penalty, logit_bias, stop_token_ids, min_tokens with its budget reduced), is the same.
-    """
-    get = body.get
-    checks: tuple[tuple[str, bool], ...] = (
-        ("n", get("n") not in (None, 1) or get("best_of") not in (None, 1) or _choices(api, body) != 1),
-        ("beam_search", bool(get("use_beam_search"))),
-        ("echo", bool(get("echo"))),
-        ("logprobs", _asks_logprobs(api, body) or get("prompt_logprobs") is not None),
-        ("penalties", bool(get("presence_penalty")) or bool(get("frequency_penalty"))),
-        ("bad_words", bool(get("bad_words"))),
-        ("seed", get("seed") is not None and get("temperature") != 0),
-        ("stop", bool(get("stop"))),
-        ("structured_output", _asks_structure(body)),
-        ("tools", _asks_tools(body)),
-        ("multimodal", _is_multimodal(body)),
-        ("prompt_embeds", get("prompt_embeds") is not None or bool(get("suffix"))),
-        ("truncated_prompt", get("truncate_prompt_tokens") is not None),
-        (
-            "output_state",  # these look at the output alone, which starts anew
-            get("thinking_token_budget") not in (None, -1)
-            or bool(get("repetition_detection"))
-            or bool(get("watermarking"))
-            or bool(get("logits_processors"))
-            or bool(get("vllm_xargs")),
-        ),
-        ("max_tokens", any(type(get(k)) not in (int, type(None)) for k in BUDGETS)),
     )
-    return next((reason for reason, stands in checks if stands), "")
-
-
-BUDGETS = ("max_tokens", "max_completion_tokens", "min_tokens")
-
-
-def _asks_structure(body: dict[str, Any]) -> bool:
-    wanted = body.get("response_format")
-    if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type") == "text"):
-        return True
-    return any(
-        value is not None and (key == "structured_outputs" or key.startswith("guided_"))
-        for key, value in body.items()
-    )
-
-
-def _is_multimodal(body: dict[str, Any]) -> bool:
-    if body.get("modalities") not in (None, ["text"]) or body.get("audio") is not None:
-        return True
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict) or part.get("type", "text") != "text":
-                return True
-    return False
+    return "whole" if whole else "tracked"

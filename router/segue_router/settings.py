@@ -69,6 +69,8 @@ class TimeoutSettings(Settings, frozen=True):
     """Opening a connection to an engine."""
     stall_ms: Milliseconds = 5_000
     """A stream silent this long is moved, if its engine makes no progress either."""
+    lone_stall_ms: Milliseconds = 20_000
+    """The same while its engine does progress, where no daemon can tell that it only waits in there."""
     first_token_ms: Milliseconds = 300_000
     """Longest silence that is taken for prefill or queueing when there is no sign of progress or death."""
     health_interval_ms: Milliseconds = 1_000
@@ -94,8 +96,24 @@ class FailoverSettings(Settings, frozen=True):
     """False: a broken answer ends in one clear error."""
     max_moves: Annotated[int, msgspec.Meta(ge=0, le=100)] = 3
     """Moves of one request; a request that kills its engines must not kill them all."""
+    seed_sampled: bool = True
+    """Give sampled requests without a `seed` one of the router's own (engines see it, clients do not), so
+    that another engine can go on with the same random draws. False: by ids, where that is right."""
     retry_same_engine_once: bool = True
     """After a bare reset, ask the same engine once more while its daemon says that its process lives."""
+
+
+class DrainSettings(Settings, frozen=True):
+    """How an engine is emptied (`POST /drain`). Which ones are is not kept beyond the router's own life."""
+
+    at_once: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 8
+    """Requests of one engine that are being moved at the same time."""
+    move_ms: Milliseconds = 30_000
+    """How long one of them may wait for its replica before it counts as staying."""
+    retry_ms: Milliseconds = 2_000
+    """After this, one that stayed is asked again: another engine may be there now."""
+    wait_ms: Milliseconds = 600_000
+    """How long a call waits for the engine to be empty, unless it names `timeout_ms`."""
 
 
 class LimitSettings(Settings, frozen=True):
@@ -132,6 +150,7 @@ class RouterSettings(Settings, frozen=True):
     listen: ListenSettings = ListenSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     failover: FailoverSettings = FailoverSettings()
+    drain: DrainSettings = DrainSettings()
     limits: LimitSettings = LimitSettings()
     affinity: AffinitySettings = AffinitySettings()
     log_level: LogLevel = "info"

@@ -8,11 +8,11 @@ a bare reset or for want of any other; the epoch only grows, and daemons hear of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from segue_core.messages.request import SegueParams
-from segue_core.messages.status import PromoteRequest, SequenceStatus
+from segue_core.messages.request import SegueParams, choice_seq
+from segue_core.messages.status import Exact, PromoteRequest, SequenceStatus
 from segue_router.choose import Candidate, rank_for_resume, rank_new
 from segue_router.context import Context
 from segue_router.daemons import DaemonClient, Superseded
@@ -23,6 +23,9 @@ from segue_router.seam import MAX_GIVEN_BACK, SEAM_IDS, ends_together
 from segue_router.upstream import now_ms
 
 BUSY_RETRY_MS = 250
+ALMOST_TOKENS = 64
+"""A replica so little behind catches up while its daemon is promoted."""
+CATCH_UP_POLL_S = 0.02
 FENCE_TIMEOUT_MS = 2_000
 RETRYABLE_THERE: frozenset[Cause] = frozenset({"stream_eof", "connect"})
 """Failures after which the same engine may be asked again: the network may be at fault."""
@@ -63,6 +66,7 @@ class Takeover:
         self._asked_same = True
         self._last: Engine | None = None
         self._origin: Origin | None = None
+        self._needed: frozenset[Exact] = frozenset()
 
     def params(self, engine: Engine, *, resume: bool) -> SegueParams | None:
         """What the engine's shim is told; None where there is no daemon beside it."""
@@ -101,18 +105,31 @@ class Takeover:
         """Nothing of the answer counts any more."""
         self._origin = None
 
+    def must_continue(self, needed: frozenset[Exact]) -> None:
+        """The answer can only go on at engines that continue so much of it exactly; empty: anywhere."""
+        self._needed = needed
+
+    def anywhere(self, engine: Engine) -> Target:
+        """What the best engine there is could do for the answer that `engine` cannot go on with."""
+        engines = self._context.registry.serving(self._model)
+        abilities = frozenset[Exact]().union(*(other.exact for other in engines))
+        return replace(self.target(engine), exact=abilities)
+
     def target(self, engine: Engine, *, give_back: int | None = 0) -> Target:
         """What `engine` can do for the answer."""
         origin = self._origin
         if origin is None:
             length = engine.max_model_len(self._model)
-            return Target(length, defaults=engine.generation_defaults, give_back=give_back)
+            return Target(
+                length, defaults=engine.generation_defaults, exact=engine.exact, give_back=give_back
+            )
         model = origin.served.model if origin.served else self._model
         set_there = {name: value for name, value in origin.defaults.items() if value}
         return Target(
             origin.max_model_len or engine.max_model_len(model),
             model=model,
             defaults={**engine.generation_defaults, **set_there},
+            exact=engine.exact,
             give_back=give_back,
         )
 
@@ -138,18 +155,40 @@ class Takeover:
                 return count
         return None
 
+    def has_other(self, engine: Engine, needed: frozenset[Exact]) -> bool:
+        """Whether an engine other than `engine` is well and could go on with the answer."""
+        return any(
+            other is not engine and other.health.state == "up" and needed <= other.exact
+            for other in self._usable()
+        )
+
+    async def caught_up(self, engine: Engine, progress: Callable[[], Progress]) -> None:
+        """Returns once a replica elsewhere is within ALMOST_TOKENS of what `engine` has delivered, or when
+        that takes too long. An engine without a daemon would recompute everything: nothing to wait for."""
+        timeouts = self._context.settings.timeouts
+        deadline = now_ms() + timeouts.failover_ms
+        others = [other.daemon for other in self._usable() if other is not engine and other.daemon]
+        while others and now_ms() < deadline and not self._context.cutting_off:
+            seq, tokens = next(iter(self._names(progress()).items()))
+            held = await asyncio.gather(*(_held(daemon, seq, timeouts.probe_ms) for daemon in others))
+            if any(status and status.watermark >= tokens - ALMOST_TOKENS for status in held):
+                return
+            await asyncio.sleep(CATCH_UP_POLL_S)
+
     def next_epoch(self) -> None:
         """Whoever writes on does so under a higher epoch."""
         self.epoch += 1
 
-    def fence(self, engine: Engine) -> None:
+    def fence(self, engine: Engine, progress: Progress) -> None:
         """Tell the failed engine's daemon that its epoch is over; in the background, with a deadline.
 
         Only once the next engine's daemon was promoted: until then what the old daemon still has to ship
         is welcome there.
         """
-        if engine.daemon is not None:
-            task = asyncio.create_task(engine.daemon.fence(self._seq, self.epoch, FENCE_TIMEOUT_MS))
+        if engine.daemon is None:
+            return
+        for seq in self._names(progress):
+            task = asyncio.create_task(engine.daemon.fence(seq, self.epoch, FENCE_TIMEOUT_MS))
             self._context.background.add(task)
             task.add_done_callback(self._context.background.discard)
 
@@ -176,21 +215,34 @@ class Takeover:
     async def promote(self, engine: Engine, progress: Progress) -> None:
         """Fence older writers at the engine's daemon and learn how much of the KV can be loaded there."""
         self.watermark = 0
-        timeouts = self._context.settings.timeouts
-        if engine.daemon is None:
+        daemon = engine.daemon
+        if daemon is None:
             return
-        want = max(0, len(progress.prompt_ids or ()) + len(progress.delivered_ids) - 1)
+        wanted = self._names(progress)
         for _ in range(2):
-            request = PromoteRequest(self.epoch, want, timeouts.promote_wait_ms if want else 0)
             try:
-                promoted = await engine.daemon.promote(self._seq, request, timeouts.probe_ms)
+                loadable = await asyncio.gather(*(self._promote(daemon, *each) for each in wanted.items()))
             except Superseded:
-                held = await engine.daemon.sequence(self._seq, timeouts.probe_ms)
+                held = await daemon.sequence(next(iter(wanted)), self._context.settings.timeouts.probe_ms)
                 self.epoch = max(self.epoch, held.epoch if held else 0) + 1
                 continue
-            if promoted is not None:
-                self.watermark = min(promoted.watermark, want)
+            self.watermark = min(loadable)
             return
+
+    async def _promote(self, daemon: DaemonClient, seq: str, want: int) -> int:
+        timeouts = self._context.settings.timeouts
+        request = PromoteRequest(self.epoch, want, timeouts.promote_wait_ms if want else 0)
+        promoted = await daemon.promote(seq, request, timeouts.probe_ms)
+        return min(promoted.watermark, want) if promoted is not None else 0
+
+    def _names(self, progress: Progress) -> dict[str, int]:
+        """The sequences of the choices that go on, and how many tokens' KV each needs."""
+        prompt = len(progress.prompt_ids or ())
+        return {
+            choice_seq(self._seq, index): max(0, prompt + len(choice.ids) - 1)
+            for index, choice in enumerate(progress.choices)
+            if choice.finish_reason is None
+        } or {self._seq: 0}
 
     def _usable(self) -> list[Engine]:
         return [
@@ -202,6 +254,8 @@ class Takeover:
     def _can_continue(self, engine: Engine) -> bool:
         """Whether it has the model that the answer began with, and room for as long an answer."""
         origin = self._origin
+        if not self._needed <= engine.exact:
+            return False
         if origin is None or origin.served is None:
             return True
         model = origin.served.model
@@ -248,7 +302,7 @@ class Takeover:
 
     def _retryable(self) -> Engine | None:
         engine = self._last
-        if engine is None or self._asked_same:
+        if engine is None or engine.draining or self._asked_same:
             return None
         failed = self._failed[engine.name]
         return engine if failed.transient and failed.times == 1 else None
@@ -257,10 +311,11 @@ class Takeover:
         if len(engines) < 2:
             return engines[0] if engines else None
         timeout_ms = self._context.settings.timeouts.probe_ms
-        held = await asyncio.gather(*(_held(engine.daemon, self._seq, timeout_ms) for engine in engines))
+        seq, tokens = next(iter(self._names(progress).items()))
+        held = await asyncio.gather(*(_held(engine.daemon, seq, timeout_ms) for engine in engines))
         ranked = rank_for_resume(
             [_candidate(engine, status) for engine, status in zip(engines, held, strict=True)],
-            tokens=len(progress.prompt_ids or ()) + len(progress.delivered_ids),
+            tokens=tokens + 1,
             fingerprint=self._last.fingerprint if self._last else "",
         )
         return self._context.registry[ranked[0]]

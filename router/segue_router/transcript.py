@@ -1,45 +1,41 @@
 """The transcript: what the client has and what the engines said, joined into one stream.
 
 Events of the first engine and of those that took over go in; bytes for the client come out. Invariants:
-one id, one `created`, one model, one role preamble; no id or text twice; ids are recorded before their
-text is handed out; text is handed out only up to the last whole character, so that what the client has
+one id, one `created`, one model, one role preamble a choice; no id or text twice; ids are recorded before
+their text is handed out; text is handed out only up to the last whole character, so that what the client has
 is always a place where another engine can go on. It never decides what to do about a failure.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from segue_router.errors import MalformedEvent, check_not_interrupted, fault_in
+from segue_router import events
+from segue_router.choice import Choice, Piece
+from segue_router.errors import MalformedEvent, ReplayDiffers, check_not_interrupted
+from segue_router.events import PLAIN_DELTA, choices_in, decode_event, event_without_ids, piece_in
 from segue_router.request import GenerationRequest
 from segue_router.resume import Progress
-from segue_router.seam import REPLACEMENT, SEAM_IDS
+from segue_router.seam import REPLACEMENT
 from segue_router.sse import DONE, event
 
-MAX_HELD_TOKENS = 16
-"""Text that still ends in U+FFFD after so many tokens is meant: it is handed out as it is."""
 ABOUT_ITSELF = ("system_fingerprint", "metrics")
 """What an engine says of itself beside an answer."""
-PLAIN_DELTA = frozenset({"role", "content"})
+MAX_CHOICES = 1_024
+How = Literal["restart", "exact", "by_ids"]
 
 
 class Transcript:
-    """Of one answer with one choice. Feed events with `absorb`; call `next_engine` before another one's."""
+    """Of one answer. Feed events with `absorb`; call `next_engine` before another engine's."""
 
     def __init__(self, request: GenerationRequest, max_tokens: int) -> None:
         self.done = False
-        self.finish_reason: str | None = None
-        self.stop_reason: Any = None
         self.prompt_ids: list[int] | None = None
-        self.delivered_ids: list[int] = []
-        self.delivered_tokens = 0
+        self.choices = [Choice(index) for index in range(min(request.choices, MAX_CHOICES))]
         self.gains = 0
-        """Events that brought something of the answer."""
-        self.texts: dict[str, list[str]] = {}
-        """Only of an answer that is assembled: pieces by field (content, reasoning...)."""
+        """Events that brought something new of the answer."""
         self.id: Any = None
         self.created: Any = None
         self.model: Any = None
@@ -47,34 +43,46 @@ class Transcript:
         self.role = "assistant"
         self._request = request
         self._max_tokens = max_tokens
-        self._held_ids: list[int] = []
-        self._held_text = ""
-        self._role_sent = self._prompt_ids_sent = False
-        self._client_has = self._by_ids = self._joined = False
-        self._ids_known = self._whole = self._single = True
-        self._parsed = self._overflow = False
+        self._kept = 0
+        self._how: How = "restart"
+        self._first = True
+        """The client's stream is the engine's own: nothing has to be renamed."""
+        self._client_has = self._joined = self._parsed = self._overflow = False
+        self._ids_known = True
         self._usage_chunk: dict[str, Any] | None = None
-        self._recent: deque[str] = deque(maxlen=SEAM_IDS)
-        self._again: list[int] = []
-        """Ids that the client has and that were given back: they are not handed out twice."""
+        self._object = "chat.completion.chunk" if request.api == "chat" else "text_completion"
+        self._quick = events.quick_chat if request.api == "chat" else events.quick_text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the answer as a whole: set once every choice has its own."""
+        reasons = [choice.finish_reason for choice in self.choices]
+        if any(reason is None for reason in reasons) or len(reasons) < self._request.choices:
+            return None
+        return reasons[0]
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens whose text was handed out, over all choices."""
+        return sum(choice.tokens for choice in self.choices)
 
     @property
     def progress(self) -> Progress:
         """What is known now, for the decision how to resume."""
+        first = self.choices[0]
         return Progress(
             client_has=self._client_has and self._request.stream,
             prompt_ids=self.prompt_ids,
-            delivered_ids=self.delivered_ids,
-            held_tokens=len(self._held_ids),
+            choices=tuple(choice.progress for choice in self.choices),
             finish_reason=self.finish_reason,
             closable=self._counted or self._usage_chunk is not None or not self._owes_usage,
             ids_known=self._ids_known and self.prompt_ids is not None,
             overflow=self._overflow,
-            whole_characters=self._whole,
+            whole_characters=first.whole,
             parsed=self._parsed,
-            single=self._single,
-            text_may_lag=not self._single or (self._request.api == "chat" and not self._by_ids),
-            recent_text="".join(self._recent),
+            single=first.single,
+            text_may_lag=not first.single or (self._request.api == "chat" and self._how != "by_ids"),
+            recent_text=first.recent_text,
         )
 
     @property
@@ -83,70 +91,75 @@ class Transcript:
 
     @property
     def _counted(self) -> bool:
-        return self._ids_known and self.prompt_ids is not None
+        return self._ids_known and self.prompt_ids is not None and self._request.choices == len(self.choices)
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """One for the whole answer: the engine's own if it was not joined, else counted. None: not known."""
+        """One for the whole answer: the engine's own if it counted all of it, else counted. None: unknown."""
         if self._usage_chunk is not None and not self._joined:
             own: dict[str, Any] = self._usage_chunk["usage"]
             return own
         if not self._counted:
             return None
-        prompt = len(self.prompt_ids or ())
+        prompt, completion = len(self.prompt_ids or ()), self.delivered_tokens
         return {
             "prompt_tokens": prompt,
-            "total_tokens": prompt + self.delivered_tokens,
-            "completion_tokens": self.delivered_tokens,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
         }
 
-    def next_engine(self, *, by_ids: bool, given_back: int = 0) -> None:
-        """Another engine goes on: after what was delivered less `given_back` ids, or from the start."""
+    def next_engine(self, how: How, *, given_back: int = 0) -> None:
+        """Another engine goes on: from the start, by saying it all again, or after what was delivered."""
         self.done = False
-        self._by_ids = by_ids
-        self._held_ids, self._held_text = [], ""
+        self._how = how
         self._usage_chunk = None
-        if by_ids:
-            self._joined = True
-            if given_back:
-                self._again = self.delivered_ids[-given_back:] + self._again
-                del self.delivered_ids[-given_back:]
-                self.delivered_tokens -= given_back
-            return
-        assert not (self._client_has and self._request.stream), "the client has part of the answer"
-        self.prompt_ids = None
-        self.delivered_ids, self.delivered_tokens = [], 0
-        self.texts = {}
-        self.extra = {}
-        self._recent.clear()
-        self._again = []
-        self._client_has = self._joined = self._parsed = self._overflow = False
-        self._ids_known = self._whole = self._single = True
+        self._first = self._first and self.id is None
+        self._joined = how == "by_ids"
+        if how == "exact":
+            for choice in self.choices:
+                choice.replay()
+        elif how == "by_ids":
+            self.choices[0].go_on_after(given_back, keep_sent=self._request.wants_ids)
+        else:
+            assert not (self._client_has and self._request.stream), "the client has part of the answer"
+            for choice in self.choices:
+                choice.forget()
+            self.prompt_ids = None
+            self.extra = {}
+            self._kept = 0
+            self._client_has = self._parsed = self._overflow = False
+            self._ids_known = True
 
     def absorb(self, payload: bytes) -> bytes:
-        """Take one event; returns what the client gets for it. Raises MalformedEvent, EngineFault."""
+        """Take one event; returns what the client gets for it.
+
+        Raises MalformedEvent (ReplayDiffers), EngineFault.
+        """
         if payload == DONE:
             self.done = True
             return b""
+        if self._first and (quick := self._take_quickly(payload)) is not None:
+            return quick
         chunk = decode_event(payload)
-        choices = chunk.get("choices")
-        if not isinstance(choices, list) or len(choices) > 1:
-            raise MalformedEvent("an event without `choices`, or with more than were asked for")
+        choices = choices_in(chunk)
         if self.id is None:
             self.id, self.created, self.model = chunk.get("id"), chunk.get("created"), chunk.get("model")
+            self._object = chunk.get("object") or self._object
         if not choices:
             return self._take_usage(chunk)
-        choice = choices[0]
-        if not isinstance(choice, dict) or choice.get("index", 0) != 0:
-            raise MalformedEvent("an event whose choice is not choice 0")
-        return self._take_choice(chunk, choice)
+        if len(choices) == 1:
+            return self._take_choice(chunk, choices[0])
+        return b"".join(self._take_choice(dict(chunk), choice) for choice in choices)
 
     def finish(self, reason: str) -> bytes:
         """Say that the answer is complete, if the client has not heard it yet."""
-        if self.finish_reason is not None:
-            return b""
-        self.finish_reason = reason
-        return self._emit({}, self._blank_choice(), "", [])
+        out = b""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = reason
+                raw = {"index": choice.index, "logprobs": None, "finish_reason": reason}
+                out += self._emit({}, raw, choice, Piece(finish_reason=reason))
+        return out
 
     def closing(self) -> bytes:
         """The end of a stream whose finish was said: the usage if asked for and known, and [DONE]."""
@@ -158,9 +171,27 @@ class Transcript:
             out = event(msgspec.json.encode(chunk))
         return out + event(DONE)
 
-    @property
-    def _object(self) -> str:
-        return "chat.completion.chunk" if self._request.api == "chat" else "text_completion"
+    def _take_quickly(self, payload: bytes) -> bytes | None:
+        """The usual event of the first engine: its bytes, less the ids. None: it is not a usual one."""
+        found = self._quick(payload)
+        if found is None or self.id is None:
+            return None
+        index, text, ids = found
+        if not 0 <= index < len(self.choices) or not text or not ids or text[-1] == REPLACEMENT:
+            return None
+        choice = self.choices[index]
+        if not choice.plain or not choice.prompt_sent:
+            return None
+        out: bytes | None = b""
+        if self._request.stream:
+            out = event(payload) if self._request.wants_ids else event_without_ids(payload)
+            if out is None or b"\n" in payload:
+                return None
+        choice.take_plain(text, ids)
+        self.gains += 1
+        self._client_has = True
+        self._keep(len(ids), choice)
+        return out
 
     def _take_usage(self, chunk: dict[str, Any]) -> bytes:
         self._note_extra(chunk)
@@ -168,177 +199,128 @@ class Transcript:
             self._usage_chunk = chunk
         return b""
 
-    def _take_choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes:
-        text, role, parsed = self._text_of(choice)
-        ids = _ids(choice.get("token_ids"))
-        finish = choice.get("finish_reason")
-        if finish is not None and not isinstance(finish, str):
-            raise MalformedEvent("`finish_reason` is not a string")
-        check_not_interrupted(finish)
-        if self.finish_reason is not None:
-            raise MalformedEvent("output after the finish")
-        self._note_prompt(chunk, choice)
-        preamble = b""
-        if role:
-            preamble = self._take_role(chunk, choice, role)
-            if not text and not ids and not finish and not parsed:
-                return preamble
-        if ids is None and (text or parsed):
-            self._ids_known = False
-        new = ids or []
-        self._note_extra(chunk)
-        if text or new or parsed:
-            self.gains += 1
-        decorated = parsed or choice.get("logprobs") is not None
-        if finish is None and not decorated and not self._is_whole(text, new):
-            self._held_ids += new
-            self._held_text += text
-            return preamble
-        text, new = self._held_text + text, self._held_ids + new
-        repeated = self._count_again(new)
-        self._single = len(ids or ()) == 1
-        self._whole = not text.endswith(REPLACEMENT)
-        self._held_ids, self._held_text = [], ""
-        self.finish_reason = finish
-        self.stop_reason = choice.get("stop_reason")
-        self._record(text, new, parsed, choice)
-        return preamble + self._emit(chunk, choice, text, new[repeated:])
-
-    def _count_again(self, ids: list[int]) -> int:
-        """How many of `ids` the client has already. Raises MalformedEvent if others came in their place."""
-        if not self._again or not self._request.wants_ids:
-            return 0
-        count = min(len(ids), len(self._again))
-        if ids[:count] != self._again[:count]:
-            raise MalformedEvent("other ids than those the client has for an unfinished piece of text")
-        del self._again[:count]
-        return count
-
-    def _take_role(self, chunk: dict[str, Any], choice: dict[str, Any], role: str) -> bytes:
-        """The preamble, once; the event's other content goes on without it."""
-        choice["delta"].pop("role")
-        if self._role_sent:
+    def _take_choice(self, chunk: dict[str, Any], raw: dict[str, Any]) -> bytes:
+        choice = self._choice(raw.get("index", 0))
+        by_ids = self._how == "by_ids"
+        piece, role, named, odd = piece_in("completions" if by_ids else self._request.api, raw)
+        check_not_interrupted(piece.finish_reason)
+        prompt = None if by_ids else self._prompt_in(chunk, raw)
+        if self._request.echoed and prompt is not None:
+            piece.text = self._request.echoed + piece.text
+        if choice.over:
             return b""
-        self._role_sent, self.role = True, role
-        first = {"index": 0, "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._emit(dict(chunk), first, "", [])
+        preamble = self._preamble(chunk, raw, choice, role) if role else b""
+        if role and not piece.brings and piece.finish_reason is None and not odd:
+            self._note_prompt(prompt)
+            return preamble
+        known = len(choice.ids)
+        new = choice.take(piece)
+        self._note_prompt(prompt)
+        self._note_extra(chunk)
+        self._ids_known = self._ids_known and (named or not piece.brings) and not odd
+        if new is None:
+            self.gains += len(choice.ids) > known
+            return preamble
+        self._parsed = self._parsed or new.parsed or odd
+        if new.brings or new.finish_reason is not None:
+            self.gains += 1
+            self._client_has = True
+        return preamble + self._hand_out(chunk, raw, choice, new, odd)
 
-    def _text_of(self, choice: dict[str, Any]) -> tuple[str, str, bool]:
-        """(text, role, whether the engine's parsers put anything beside plain content)."""
-        if self._request.api == "completions" or self._by_ids:
-            text = choice.get("text")
-            if not isinstance(text, str):
-                raise MalformedEvent("a completion event without text")
-            return text, "", False
-        delta = choice.get("delta")
-        if not isinstance(delta, dict):
-            raise MalformedEvent("a chat event without delta")
-        content, role = delta.get("content"), delta.get("role")
-        if content is not None and not isinstance(content, str):
-            raise MalformedEvent("a chat event whose content is not text")
-        parsed = any(value for key, value in delta.items() if key not in PLAIN_DELTA)
-        return content or "", role if isinstance(role, str) else "", parsed
+    def _hand_out(
+        self, chunk: dict[str, Any], raw: dict[str, Any], choice: Choice, new: Piece, odd: bool
+    ) -> bytes:
+        out = b""
+        said = new.text or new.parsed or new.logprobs or new.finish_reason or odd
+        if said or (new.ids and self._request.wants_ids):
+            out = self._emit(chunk, raw, choice, new)
+        self._keep(len(new.ids), choice)
+        return out
 
-    def _note_prompt(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
-        if self.prompt_ids is None and not self._by_ids:
-            source = chunk if self._request.api == "chat" else choice
-            self.prompt_ids = _ids(source.get("prompt_token_ids"))
-            if self.prompt_ids is not None and len(self.prompt_ids) > self._max_tokens:
-                self._overflow = True
+    def _choice(self, index: object) -> Choice:
+        """The choice of that number. An engine may have its own idea of how many were asked for."""
+        if type(index) is not int or not 0 <= index < MAX_CHOICES:
+            raise MalformedEvent("an event of a choice that cannot be")
+        if index >= len(self.choices):
+            if self._request.choices == 1 and not self._request.exact_obstacle:
+                raise MalformedEvent("an event whose choice is not choice 0")
+            self.choices += [Choice(number) for number in range(len(self.choices), index + 1)]
+        return self.choices[index]
+
+    def _preamble(self, chunk: dict[str, Any], raw: dict[str, Any], choice: Choice, role: str) -> bytes:
+        """The role, once a choice; the event's other content goes on without it."""
+        raw["delta"].pop("role")
+        if choice.role_sent:
+            return b""
+        choice.role_sent, self.role = True, role
+        first = {"index": choice.index, "delta": {"role": role, "content": ""}}
+        first |= {"logprobs": None, "finish_reason": None}
+        return self._emit(dict(chunk), first, choice, Piece())
+
+    def _prompt_in(self, chunk: dict[str, Any], raw: dict[str, Any]) -> list[int] | None:
+        """The prompt's ids, if the event has them. Raises ReplayDiffers if they are another prompt's."""
+        source = chunk if self._request.api == "chat" else raw
+        prompt = events.ids_in(source.get("prompt_token_ids"))
+        if self._how == "exact" and prompt is not None and prompt != self.prompt_ids:
+            raise ReplayDiffers("another prompt than the one the answer began with")
+        return prompt
+
+    def _note_prompt(self, prompt: list[int] | None) -> None:
+        if self.prompt_ids is None and prompt is not None:
+            self.prompt_ids = prompt
+            self._overflow = self._overflow or len(prompt) > self._max_tokens
 
     def _note_extra(self, chunk: dict[str, Any]) -> None:
         self.extra |= {key: chunk[key] for key in ABOUT_ITSELF if chunk.get(key)}
 
-    def _is_whole(self, text: str, ids: list[int]) -> bool:
-        """Whether the client may have this piece: it has text, and the text ends with a whole character."""
-        if not text:
-            return False
-        return not text.endswith(REPLACEMENT) or len(self._held_ids) + len(ids) > MAX_HELD_TOKENS
+    def _keep(self, tokens: int, choice: Choice) -> None:
+        """Bound what is kept for a continuation: an answer beyond it goes on, unprotected."""
+        self._kept += tokens
+        if self._overflow or self._kept + len(self.prompt_ids or ()) > self._max_tokens:
+            self._overflow = True
+            owed = not self._request.stream
+            choice.shed(ids=not (owed and self._request.wants_ids), texts=not owed)
 
-    def _record(self, text: str, ids: list[int], parsed: bool, choice: dict[str, Any]) -> None:
-        self._client_has = True
-        self._parsed = self._parsed or parsed
-        self.delivered_tokens += len(ids)
-        owed = self._request.wants_ids and not self._request.stream
-        if not self._overflow or owed:
-            self.delivered_ids += ids
-            self._overflow = len(self.delivered_ids) + len(self.prompt_ids or ()) > self._max_tokens
-        if text:
-            self._recent.append(text)
-        if not self._request.stream:
-            self._keep("content", text)
-            delta = choice.get("delta") if parsed else None
-            for key, value in (delta or {}).items():
-                if key not in PLAIN_DELTA and isinstance(value, str):
-                    self._keep(key, value)
-
-    def _keep(self, field: str, text: str) -> None:
-        if text:
-            self.texts.setdefault(field, []).append(text)
-
-    def _blank_choice(self) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self.finish_reason}
-        if self._request.api == "completions" or self._by_ids:
-            choice["text"] = ""
-        else:
-            choice["delta"] = {"content": ""}
-        return choice
-
-    def _emit(self, chunk: dict[str, Any], choice: dict[str, Any], text: str, ids: list[int]) -> bytes:
+    def _emit(self, chunk: dict[str, Any], raw: dict[str, Any], choice: Choice, new: Piece) -> bytes:
         """The event for the client, in its own API's form and with its own stream's names."""
         request = self._request
+        prompt = chunk.pop("prompt_token_ids", None) or raw.pop("prompt_token_ids", None)
+        raw.pop("prompt_token_ids", None)
+        first, choice.prompt_sent = not choice.prompt_sent, True
         if not request.stream:
             return b""
         chunk["id"], chunk["created"], chunk["model"] = self.id, self.created, self.model
         chunk["object"] = self._object
-        choice.pop("prompt_token_ids", None)
-        chunk.pop("prompt_token_ids", None)
-        choice.pop("token_ids", None)
+        raw.pop("token_ids", None)
+        raw["logprobs"] = new.logprobs
         if request.api == "chat":
-            self._to_chat(choice, text)
+            self._to_chat(raw, new)
         else:
-            choice["text"] = text
+            raw["text"] = new.text
         if request.wants_ids:
-            if not self._prompt_ids_sent and self.prompt_ids is not None:
-                self._prompt_ids_sent = True
-                (chunk if request.api == "chat" else choice)["prompt_token_ids"] = self.prompt_ids
-            if ids or "role" not in choice.get("delta", ()):
-                choice["token_ids"] = ids
-        chunk["choices"] = [choice]
+            if first and (prompt or self.prompt_ids) is not None:
+                (chunk if request.api == "chat" else raw)["prompt_token_ids"] = prompt or self.prompt_ids
+            if new.ids or "role" not in raw.get("delta", ()):
+                raw["token_ids"] = new.ids
+        chunk["choices"] = [raw]
         if not request.continuous_usage:
             chunk.pop("usage", None)
         elif self._joined or "usage" not in chunk:
             chunk["usage"] = self.usage
         return event(msgspec.json.encode(chunk))
 
-    def _to_chat(self, choice: dict[str, Any], text: str) -> None:
-        if self._by_ids:
-            choice.pop("text", None)
-            choice.pop("prompt_logprobs", None)
-            choice["delta"] = {"content": text}
-            return
-        delta = choice["delta"]
-        if delta.get("content") is not None or text:
-            delta["content"] = text
-
-
-def decode_event(payload: bytes) -> dict[str, Any]:
-    """An event's JSON object. Raises MalformedEvent, or EngineFault if it says that the request failed."""
-    try:
-        chunk = msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedEvent(f"an event is not JSON: {error}") from error
-    if not isinstance(chunk, dict):
-        raise MalformedEvent("an event is not a JSON object")
-    fault = fault_in(chunk)
-    if fault is not None:
-        raise fault
-    return chunk
-
-
-def _ids(value: object) -> list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise MalformedEvent("token ids are not a list of integers")
-    return value
+    def _to_chat(self, raw: dict[str, Any], new: Piece) -> None:
+        delta = {} if self._how == "by_ids" else raw.get("delta", {"content": ""})
+        raw.pop("text", None)
+        raw.pop("prompt_logprobs", None)
+        for name in [name for name, value in delta.items() if value and name not in PLAIN_DELTA]:
+            if isinstance(delta[name], str) and name not in new.more:
+                del delta[name]
+        delta.update(new.more)
+        if "tool_calls" in delta:
+            delta["tool_calls"] = new.calls
+            if not new.calls:
+                del delta["tool_calls"]
+        if new.text or self._how == "by_ids" or delta.get("content") is not None:
+            delta["content"] = new.text
+        raw["delta"] = delta

@@ -15,6 +15,7 @@ from typing import TypeVar
 import aiohttp
 from yarl import URL
 
+from segue_router.engine_client import is_refusal
 from segue_router.errors import Cause, UpstreamFailure
 from segue_router.health import Wait
 from segue_router.sse import SseSplitter
@@ -28,12 +29,20 @@ def now_ms() -> float:
 
 
 class Attempt:
-    """See the module. `whole`: the answer is expected in one piece."""
+    """See the module. `whole`: the answer is expected in one piece.
+
+    `delivered`: tokens (prompt and output) it has brought, by the name of each sequence it carries; only what
+    is counted here can be compared with what the engine's daemon knows. `behind_since_ms`: since when
+    the daemon knows of more, in the present silence.
+    """
 
     def __init__(self, *, max_event_bytes: int, whole: bool = False) -> None:
         self.response: aiohttp.ClientResponse | None = None
         self.last_byte_ms: float | None = None
         self.streaming = False
+        self.delivered: dict[str, int] = {}
+        self.behind_since_ms: float | None = None
+        self.asked_ms = float("-inf")
         self._whole = whole
         self._splitter = SseSplitter(max_event_bytes)
         self._doom: UpstreamFailure | None = None
@@ -46,11 +55,17 @@ class Attempt:
         """How it waits for its engine; None while it does not (a slow client is not a stall)."""
         if self._timeout is None:
             return None
-        return Wait(self._silent_since_ms, first_token=not self.streaming, whole=self._whole)
+        return Wait(
+            self._silent_since_ms,
+            first_token=not self.streaming,
+            whole=self._whole,
+            behind_since_ms=self.behind_since_ms,
+        )
 
     def forgive(self, since_ms: float) -> None:
         """Count silence from `since_ms` only: before that, the observer itself was not running."""
         self._silent_since_ms = max(self._silent_since_ms, since_ms)
+        self.behind_since_ms = None
 
     def doom(self, cause: Cause, detail: str) -> None:
         """Give it up: whoever waits for the engine gets the failure, now or at the next wait."""
@@ -117,13 +132,14 @@ class Attempt:
     async def _wait_for(self, coming: Awaitable[T]) -> T:
         if not self._without_event:  # bytes that complete no event (comments, say) are no progress
             self._silent_since_ms = now_ms()
+            self.behind_since_ms = None
         try:
             async with asyncio.timeout(None) as self._timeout:
                 if self._doom is not None:
                     self._timeout.reschedule(0)
                 return await coming
         except aiohttp.ClientConnectorError as error:
-            raise UpstreamFailure("connect", f"cannot connect: {error}", refused=True) from error
+            raise UpstreamFailure("connect", f"cannot connect: {error}", refused=is_refusal(error)) from error
         except aiohttp.ConnectionTimeoutError as error:
             raise UpstreamFailure("connect", "no connection in time") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -140,7 +140,7 @@ RouterEngineState = Literal["up", "suspect", "down"]
 
 
 class RouterEngine(msgspec.Struct, frozen=True):
-    """An engine as the router sees it."""
+    """An engine as the router sees it. `draining`: it is being emptied and gets nothing new."""
 
     name: str
     url: str
@@ -150,6 +150,23 @@ class RouterEngine(msgspec.Struct, frozen=True):
     daemon: str = ""
     daemon_state: str = ""
     failures: int = 0
+    detail: str = ""
+    draining: bool = False
+
+
+class DrainProgress(msgspec.Struct, frozen=True):
+    """One line of `POST /drain?engine=NAME` of the router: how far an engine is emptied.
+
+    active: requests on it now. moved: those that another engine goes on with, since its drain began.
+    staying: of the active ones, those that cannot move now; they are waited for. detail: why the answer ends
+    although it is not empty.
+    """
+
+    engine: str
+    active: int
+    moved: int
+    staying: int
+    done: bool
     detail: str = ""
 
 

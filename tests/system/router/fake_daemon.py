@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,11 +13,15 @@ from segue_core.messages.status import EngineStatus, Promoted, PromoteRequest, S
 
 
 class FakeDaemon:
-    """Serve on a free port. `say` changes the engine's status at once for all watchers."""
+    """Serve on a free port. `say` changes the engine's status at once for all watchers.
+
+    `says_of`: what it tells of a sequence; None: a replica of `watermark` tokens, if that is not 0.
+    """
 
     def __init__(self) -> None:
         self.status = EngineStatus("e", "running", incarnation=1, fingerprint="fp")
         self.watermark = 0
+        self.says_of: Callable[[str], SequenceStatus] | None = None
         self.epochs: dict[str, int] = {}
         self.promoted: list[tuple[str, PromoteRequest]] = []
         self.fenced: list[tuple[str, int]] = []
@@ -65,6 +70,9 @@ class FakeDaemon:
                 continue
 
     async def _sequence(self, http: web.Request) -> web.Response:
+        if self.says_of is not None:
+            said = msgspec.json.encode(self.says_of(http.match_info["seq"]))
+            return web.Response(body=said, content_type="application/json")
         if not self.watermark:
             return web.json_response({"error": "unknown"}, status=404)
         seq, held = http.match_info["seq"], self.watermark

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
+from system.router.foreign_events import FOREIGN
+
 EOS = 2
 EMOJI = {300: "😀".encode(), 400: "好".encode()}
 CHAR = 1000
@@ -117,6 +119,7 @@ class FakeEngine:
 
     cards: what `/v1/models` lists. api_key: wanted there. detokenizes, names_*: whether it does.
     lag: what a parser of chat answers holds back until the next token: the "token", or all but its "blank".
+    hold: `/v1/held` answers once it is set.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class FakeEngine:
         self.seen: list[Seen] = []
         self.healthy = True
         self.probes_hang = False
+        self.probe_s = 0.0
         self.chunk_tokens = chunk_tokens
         self.token_s = token_s
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "max_model_len": MODEL_LEN}]
@@ -141,6 +145,8 @@ class FakeEngine:
         self.always_streams = always_streams
         self.detokenized = 0
         self.arrived = asyncio.Event()
+        self.hold = asyncio.Event()
+        self.hold.set()
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._transports: set[asyncio.BaseTransport] = set()
@@ -157,6 +163,9 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_post("/v1/responses", self._generate)
+        app.router.add_post("/v1/messages", self._generate)
+        app.router.add_post("/v1/held", self._held)
         app.router.add_post("/v1/broken", self._broken)
         app.router.add_route("*", "/v1/echo", self._echo)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -182,6 +191,7 @@ class FakeEngine:
         await self.stop()
 
     async def _health(self, http: web.Request) -> web.Response:
+        await asyncio.sleep(self.probe_s)
         if self.probes_hang:
             await asyncio.sleep(3600)
         return web.Response(status=200 if self.healthy else 503)
@@ -209,6 +219,10 @@ class FakeEngine:
                 "body": (await http.read()).decode(),
             }
         )
+
+    async def _held(self, http: web.Request) -> web.Response:
+        await self.hold.wait()
+        return web.json_response({})
 
     async def _broken(self, http: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -251,13 +265,15 @@ class FakeEngine:
             return web.Response()
         if fault.kind == "slow_first":
             await asyncio.sleep(fault.delay_s)
+        if http.path in FOREIGN:
+            return await self._foreign(http, fault, seen)
         if not body.get("stream") and not self.always_streams:
             return await self._whole(http, body, fault)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
         events = list(self._events(http.path, body))
         sent_tokens = 0
-        harmless = fault.kind in ("none", "slow_first")
+        harmless = fault.kind in ("none", "slow_first", "pause")
         for number, (tokens, event) in enumerate(events):
             due = sent_tokens >= fault.after if fault.events is None else number >= fault.events
             if fault.kind.endswith("_after_finish"):
@@ -265,6 +281,8 @@ class FakeEngine:
             if due and not harmless:
                 await self._fail(http, response, fault, event)
                 return response
+            if fault.kind == "pause" and sent_tokens == fault.after and tokens:
+                await asyncio.sleep(fault.delay_s)
             if self.token_s and tokens:
                 await asyncio.sleep(self.token_s)
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -273,6 +291,24 @@ class FakeEngine:
             await self._fail(http, response, fault, None)
             return response
         await response.write(b"data: [DONE]\n\n")
+        seen.finished = True
+        await response.write_eof()
+        return response
+
+    async def _foreign(self, http: web.Request, fault: Fault, seen: Seen) -> web.StreamResponse:
+        """A stream of an API that the router does not know; `after` counts events."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        for number, event in enumerate([*FOREIGN[http.path], {}]):
+            if number == fault.after:
+                await self._fail(http, response, fault, event)
+                return response
+            if event:
+                if self.token_s:
+                    await asyncio.sleep(self.token_s)
+                name, data = event["type"], json.dumps(event)
+                await response.write(f"event: {name}\ndata: {data}\n\n".encode())
+                seen.sent_tokens += 1
         seen.finished = True
         await response.write_eof()
         return response
@@ -333,7 +369,13 @@ class FakeEngine:
         prompt, output, finish = generate(path, body)
         chat = "chat" in path
         wants = bool(body.get("return_token_ids")) and self.names_ids
-        head = {"id": f"id-{self.port}-{len(self.seen)}", "object": "o", "created": self.port, "model": MODEL}
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        head = {
+            "id": f"id-{self.port}-{len(self.seen)}",
+            "object": kind,
+            "created": self.port,
+            "model": MODEL,
+        }
         options = body.get("stream_options") or {}
 
         def usage(done: int) -> dict[str, int]:
@@ -385,7 +427,7 @@ class FakeEngine:
                     event["usage"] = usage(start + len(ids))
                 yield len(ids), event
         if options.get("include_usage") and self.names_usage:
-            yield 0, head | {"choices": [], "usage": usage(len(output))}
+            yield 0, head | {"choices": [], "usage": usage(len(output) * (body.get("n") or 1))}
 
     async def _whole(self, http: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
         _, output, finish = generate(http.path, body)

@@ -91,6 +91,25 @@ class Answer:
         return self.headers["x-segue-seq"]
 
 
+async def read_answer(session: aiohttp.ClientSession, url: str, body: Any, **headers: str) -> Answer:
+    """Post and read the whole answer; the caller sets the deadline."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with session.post(url, data=data, headers=named) as response:
+        answer = Answer(response.status, {k.lower(): v for k, v in response.headers.items()})
+        raw = await response.read()
+    if response.content_type != "text/event-stream":
+        answer.body = json.loads(raw) if raw else None
+        return answer
+    for part in raw.split(b"\n\n"):
+        if part == b"data: [DONE]":
+            answer.done = True
+        elif part:
+            assert not answer.done, "an event after [DONE]"
+            answer.events.append(json.loads(part.removeprefix(b"data: ")))
+    return answer
+
+
 class Client:
     """A client of the router."""
 
@@ -101,24 +120,8 @@ class Client:
 
     async def ask(self, path: str, body: Any, **headers: str) -> Answer:
         """Post and read the whole answer, within the deadline."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            self.session.post(self.url + path, data=data, headers=named) as response,
-        ):
-            answer = Answer(response.status, {k.lower(): v for k, v in response.headers.items()})
-            raw = await response.read()
-        if response.content_type != "text/event-stream":
-            answer.body = json.loads(raw) if raw else None
-            return answer
-        for part in raw.split(b"\n\n"):
-            if part == b"data: [DONE]":
-                answer.done = True
-            elif part:
-                assert not answer.done, "an event after [DONE]"
-                answer.events.append(json.loads(part.removeprefix(b"data: ")))
-        return answer
+        async with asyncio.timeout(DEADLINE_S):
+            return await read_answer(self.session, self.url + path, body, **headers)
 
     async def story(self, seq: str) -> RequestStory:
         """What the router tells of a request that ended."""
@@ -129,6 +132,11 @@ class Client:
     async def status(self) -> RouterStatus:
         async with self.session.get(f"{self.url}/status") as response:
             return msgspec.json.decode(await response.read(), type=RouterStatus)
+
+    async def up(self, name: str) -> None:
+        """Wait until engine `name` is up."""
+        health = self.context.registry[name].health
+        await eventually(lambda: health.state == "up", f"{name} is up")
 
     async def metrics(self) -> str:
         async with self.session.get(f"{self.url}/metrics") as response:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from segue_core.messages.status import EngineStatus
-from segue_router.health import HOLD_MS, EngineHealth, Wait, is_stalled, stands_still
+from segue_router.health import (
+    HOLD_MS,
+    EngineHealth,
+    Observer,
+    Wait,
+    is_behind,
+    is_stalled,
+    should_ask,
+    stands_still,
+)
 
 LONG_AGO = float("-inf")
 
@@ -152,6 +161,7 @@ def test_an_engine_that_outlived_its_daemons_word_is_used() -> None:
         progressed_ms=0,
         now_ms=HOLD_MS + 40,
         stall_ms=5,
+        lone_stall_ms=300_000,
         first_token_ms=300_000,
     )
     said(health, HOLD_MS + 50, "dead", incarnation=2)
@@ -173,12 +183,32 @@ def test_a_request_that_waited_too_long_says_nothing_about_a_busy_engine() -> No
     assert still(200_000)
 
 
-def stalled(health: EngineHealth, silent: float, *, first: bool = False, other: float = 1e9) -> bool:
-    """After `silent` ms without a byte; another stream of the engine advanced `other` ms ago."""
+def stalled(
+    health: EngineHealth,
+    silent: float,
+    *,
+    first: bool = False,
+    other: float = 1e9,
+    behind: float | None = None,
+) -> bool:
+    """After `silent` ms without a byte; another stream of the engine advanced `other` ms ago.
+
+    `behind`: how long its daemon has known of tokens that the stream did not bring.
+    """
     now = 1e6
-    wait = Wait(now - silent, first_token=first)
+    wait = Wait(now - silent, first_token=first, behind_since_ms=None if behind is None else now - behind)
+    return judged(wait, health, progressed_ms=now - other, now_ms=now)
+
+
+def judged(wait: Wait, health: EngineHealth, *, progressed_ms: float, now_ms: float) -> bool:
     return is_stalled(
-        wait, health, progressed_ms=now - other, now_ms=now, stall_ms=1_000, first_token_ms=10_000
+        wait,
+        health,
+        progressed_ms=progressed_ms,
+        now_ms=now_ms,
+        stall_ms=1_000,
+        lone_stall_ms=4_000,
+        first_token_ms=10_000,
     )
 
 
@@ -188,6 +218,8 @@ def test_silence_without_a_daemon() -> None:
     assert not stalled(health, 900)
     assert stalled(health, 1_100)
     assert not stalled(health, 1_100, other=500), "other streams of the engine advance"
+    assert not stalled(health, 3_900, other=0), "it may be queued in the engine"
+    assert stalled(health, 4_100, other=0), "but nobody can tell, and not for long"
     assert not stalled(health, 9_000, first=True)
     assert stalled(health, 10_100, first=True)
     assert stalled(health, 10_100, other=5), "not for ever"
@@ -225,10 +257,97 @@ def test_an_answer_in_one_piece_is_not_judged_by_silence() -> None:
     """It comes at its end, however long that takes, unless the engine is down."""
     health = up()
     wait = Wait(0, first_token=True, whole=True)
-
-    def judged() -> bool:
-        return is_stalled(wait, health, progressed_ms=0, now_ms=1e6, stall_ms=1_000, first_token_ms=10_000)
-
-    assert not judged()
+    assert not judged(wait, health, progressed_ms=0, now_ms=1e6)
     health.refused("x")
-    assert judged()
+    assert judged(wait, health, progressed_ms=0, now_ms=1e6)
+
+
+def test_a_stream_whose_tokens_got_stuck_on_the_way_is_given_up() -> None:
+    """The engine progresses and its daemon knows of more than arrived: only this one is lost."""
+    health = up()
+    said(health, 1e6 - 100, "running", running=3, progress_age_ms=0)
+    assert not stalled(health, 1_100, other=0), "not ahead: it waits in the engine"
+    assert not stalled(health, 1_100, other=0, behind=400), "what was just produced may be under way"
+    assert not stalled(health, 900, other=0, behind=600)
+    assert stalled(health, 1_100, other=0, behind=600)
+    assert not stands_still(health, progressed_ms=1e6, now_ms=1e6, stall_ms=1_000), (
+        "nor is its engine to blame"
+    )
+
+
+def test_a_daemon_is_asked_about_streams_that_began_and_fell_silent() -> None:
+    """Twice within the stall time-out, so that its answer is there when the stream is judged."""
+    begun, now = Wait(1_000, first_token=False), 1_500
+
+    def ask(wait: Wait, asked_ms: float = LONG_AGO, now_ms: float = now) -> bool:
+        return should_ask(wait, asked_ms=asked_ms, now_ms=now_ms, stall_ms=1_000)
+
+    assert ask(begun)
+    assert not ask(begun, now_ms=1_400)
+    assert not ask(begun, asked_ms=1_100), "it was asked just now"
+    assert not ask(Wait(0, first_token=True)), "its prompt is counted there before anything comes"
+    assert not ask(Wait(0, first_token=False, whole=True))
+    assert not ask(Wait(0, first_token=False, behind_since_ms=100)), "it is known already"
+
+
+def test_only_more_tokens_at_the_daemon_are_behind() -> None:
+    """A sequence that it does not know, or knows less of, proves nothing."""
+    assert is_behind({"s": 10, "s.1": 10}, {"s": 10, "s.1": 11})
+    assert not is_behind({"s": 10}, {"s": 10})
+    assert not is_behind({"s": 10}, {"s": 9})
+    assert not is_behind({"s": 10}, {})
+    assert not is_behind({}, {"s": 10})
+
+
+def observer() -> Observer:
+    return Observer(beat_ms=100, pause_ms=1_000, together_ms=500, patience_ms=10_000)
+
+
+def test_a_pause_of_the_router_is_noticed_before_and_after_its_first_beat() -> None:
+    """Time-outs that passed meanwhile are not the engines' fault, whoever wakes up first."""
+    watch = observer()
+    assert watch.beat(0) == 0
+    assert watch.beat(100) == 0
+    assert watch.beat(900) == 0, "a little late is no pause"
+    assert not watch.slept(0, 1_000)
+    assert watch.slept(1_000, 9_000), "no beat yet since"
+    assert watch.beat(9_000) == 8_000
+    assert watch.slept(1_000, 9_050)
+    assert not watch.slept(9_010, 9_050), "what began afterwards counts"
+    assert watch.beat(9_100) == 0
+
+
+def test_engines_that_fall_silent_together_are_doubted_for_a_while_only() -> None:
+    """The router may be cut off; in the end they are believed."""
+    watch = observer()
+    for name in "abc":
+        watch.probed(name, 0, silent=False)
+    watch.probed("a", 1_000, silent=True)
+    watch.probed("b", 1_100, silent=True)
+    assert not watch.doubts(1_100), "c answers"
+    watch.probed("c", 1_200, silent=True)
+    assert watch.doubts(1_200)
+    watch.probed("a", 5_000, silent=True)
+    assert watch.doubts(11_000)
+    assert not watch.doubts(11_300), "patience is over"
+    watch.probed("b", 11_400, silent=False)
+    assert not watch.doubts(11_400)
+
+
+def test_one_engine_alone_or_one_after_another_is_not_doubted() -> None:
+    """That is no mass failure."""
+    watch = observer()
+    watch.probed("a", 0, silent=True)
+    assert not watch.doubts(0)
+    watch.probed("b", 60_000, silent=True)
+    assert not watch.doubts(60_000)
+
+
+def test_a_doubtful_probe_is_a_suspicion_at_most() -> None:
+    """An engine is not brought down by what may be the router's own fault."""
+    health = up()
+    for now in (20_000, 21_000, 22_000):
+        health.probe_failed(now, "silent", refused=False, progressed_ms=LONG_AGO, doubtful=True)
+        assert health.state == "suspect"
+    health.probe_failed(23_000, "silent", refused=False, progressed_ms=LONG_AGO)
+    assert health.state == "down"

@@ -9,10 +9,23 @@ import pytest
 
 from segue_core.messages.request import SegueParams
 from segue_router.request import parse_request
-from segue_router.resume import ByIds, Finish, Plan, Progress, Refuse, Restart, Target, how_to_resume
+from segue_router.resume import (
+    ByIds,
+    ChoiceProgress,
+    Exact,
+    Finish,
+    Plan,
+    Progress,
+    Refuse,
+    Restart,
+    Target,
+    how_to_resume,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BEGUN = Progress(client_has=True, prompt_ids=[1, 2, 3], delivered_ids=[4, 5])
+TWO = (ChoiceProgress([4, 5], 2),)
+ONE = (ChoiceProgress([2], 1),)
+BEGUN = Progress(client_has=True, prompt_ids=[1, 2, 3], choices=TWO)
 ROOM = Target(100)
 PARAMS = SegueParams(seq="s", epoch=2, resume=True)
 
@@ -170,7 +183,7 @@ def test_an_unknown_seam_is_refused_unless_nothing_was_delivered() -> None:
     """Text would be lost there. An unstreamed answer starts again instead."""
     target = Target(100, give_back=None)
     assert plan(COMPLETIONS, target=target) == Refuse("seam_text")
-    unstreamed = Progress(client_has=False, prompt_ids=[1, 2, 3], delivered_ids=[4, 5])
+    unstreamed = Progress(client_has=False, prompt_ids=[1, 2, 3], choices=TWO)
     assert isinstance(plan(COMPLETIONS, unstreamed, target), Restart)
 
 
@@ -218,13 +231,13 @@ def test_nothing_left_to_generate_is_a_finish() -> None:
     ("progress", "expected"),
     [
         (Progress(client_has=True, ids_known=False), Refuse("unknown_token_ids")),
-        (Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], parsed=True), Refuse("parsed_output")),
+        (Progress(client_has=True, prompt_ids=[1], choices=ONE, parsed=True), Refuse("parsed_output")),
         (
-            Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], overflow=True),
+            Progress(client_has=True, prompt_ids=[1], choices=ONE, overflow=True),
             Refuse("transcript_limit"),
         ),
         (
-            Progress(client_has=True, prompt_ids=[1], delivered_ids=[2], whole_characters=False),
+            Progress(client_has=True, prompt_ids=[1], choices=ONE, whole_characters=False),
             Refuse("unfinished_character"),
         ),
         (Progress(client_has=True, finish_reason="stop"), Finish("stop")),
@@ -260,3 +273,112 @@ def test_the_clients_body_is_not_changed() -> None:
     assert isinstance(found, ByIds)
     assert found.body["kv_transfer_params"]["mine"] == 1
     assert request.body == body
+
+
+ABLE = Target(100, exact=frozenset({"output", "seed", "grammar"}))
+NEVER_EXACT = [
+    ("n", {"best_of": 3}),
+    ("beam_search", {"use_beam_search": True}),
+    ("prompt_embeds", {"prompt_embeds": "x"}),
+    ("prompt_embeds", {"suffix": "x"}),
+    ("output_state", {"vllm_xargs": {"a": 1}}),
+    ("output_state", {"thinking_token_budget": 5}),
+    ("output_state", {"thinking_token_budget": 0}),
+    ("output_state", {"repetition_detection": {"max_pattern_size": 3}}),
+    ("max_tokens", {"max_tokens": "ten"}),
+    ("max_tokens", {"min_tokens": 1.5}),
+    ("multimodal", {"modalities": ["text", "audio"]}),
+]
+EXACT_ONLY = [more for reason, more in REFUSED if (reason, more) not in NEVER_EXACT]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("more", [*EXACT_ONLY, *SAME])
+def test_an_engine_with_the_shim_continues_everything(path: str, more: dict[str, Any]) -> None:
+    """The original body, unchanged, with the ids so far; also where continuing by ids would be wrong."""
+    asked = {"seed": 3} | more
+    found = plan(path, target=ABLE, **asked)
+    assert isinstance(found, Exact), found
+    assert found.path == path
+    told = found.body["kv_transfer_params"]["segue"]
+    assert told == {"seq": "s", "epoch": 2, "resume": True, "delivered": [{"ids": [4, 5]}]} | (
+        {"one_by_one": True} if path == CHAT and "tools" in asked and "tool_choice" not in asked else {}
+    )
+    assert {key: found.body[key] for key in asked} == asked
+    assert found.body["max_tokens"] == asked.get("max_tokens", 10)
+
+
+@pytest.mark.parametrize(("reason", "more"), NEVER_EXACT)
+def test_what_nobody_can_continue(reason: str, more: dict[str, Any]) -> None:
+    """Refused with its reason although the engine has the shim."""
+    assert plan(COMPLETIONS, target=ABLE, seed=1, temperature=0, **more) == Refuse(reason)
+
+
+def test_several_prompts_are_not_continued() -> None:
+    """Each has choices and ids of its own."""
+    assert plan(COMPLETIONS, target=ABLE, prompt=["a", "b"], temperature=0) == Refuse("n")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "more"),
+    [
+        ("seed", {"temperature": 1, "seed": 5}),
+        ("grammar", {"temperature": 0, "response_format": {"type": "json_object"}}),
+        ("output", {"temperature": 0, "stop": ["x"]}),
+    ],
+)
+def test_an_engine_continues_what_its_own_test_says(lacks: str, more: dict[str, Any]) -> None:
+    """What its shim cannot do is not asked of it."""
+    assert isinstance(plan(COMPLETIONS, target=ABLE, **more), Exact)
+    less = Target(100, exact=ABLE.exact - {lacks})
+    assert isinstance(plan(COMPLETIONS, target=less, **more), Refuse)
+
+
+def test_random_draws_without_a_seed_cannot_be_repeated() -> None:
+    """Such an answer goes on by ids; with the router's own seed exactly. The seed never goes by ids, where
+    the draws would begin anew."""
+    assert isinstance(plan(COMPLETIONS, target=ABLE, temperature=0.5), ByIds)
+    body = b'{"model": "m", "prompt": "x", "stream": true, "max_tokens": 10, "temperature": 0.5}'
+    request = parse_request(COMPLETIONS, body).seeded(77)
+    assert request.engine_body(None)["seed"] == 77
+    found = how_to_resume(request, BEGUN, ABLE, PARAMS)
+    assert isinstance(found, Exact)
+    assert found.body["seed"] == 77
+    by_ids = how_to_resume(request, BEGUN, ROOM, PARAMS)
+    assert isinstance(by_ids, ByIds)
+    assert "seed" not in by_ids.body
+
+
+def test_held_ids_are_continued_exactly_and_text_may_lag() -> None:
+    """Ids whose text is not finished yet belong to the output so far."""
+    held = Progress(client_has=True, prompt_ids=[1], choices=(ChoiceProgress([4, 5, 6], 1),), parsed=True)
+    found = plan(COMPLETIONS, held, Target(100, exact=ABLE.exact, give_back=None), temperature=0)
+    assert isinstance(found, Exact)
+    assert found.body["kv_transfer_params"]["segue"]["delivered"] == [{"ids": [4, 5, 6]}]
+
+
+def test_a_choice_at_its_limit_is_only_said_again() -> None:
+    """The finish was lost on the way: the engine must not generate beyond it."""
+    found = plan(COMPLETIONS, target=ABLE, max_tokens=2, temperature=0)
+    assert isinstance(found, Exact)
+    told = found.body["kv_transfer_params"]["segue"]["delivered"]
+    assert told == [{"ids": [4, 5], "finish_reason": "length"}]
+
+
+@pytest.mark.parametrize("finish", ["stop", "tool_calls"])
+def test_finished_choices_are_told_in_the_engines_own_words(finish: str) -> None:
+    """What the chat API calls tool_calls is a stop to the engine."""
+    choices = (ChoiceProgress([4], 1, finish, 17), ChoiceProgress([5], 1))
+    progress = Progress(client_has=True, prompt_ids=[1], choices=choices)
+    found = plan(CHAT, progress, ABLE, n=2, temperature=0)
+    assert isinstance(found, Exact)
+    told = found.body["kv_transfer_params"]["segue"]["delivered"]
+    assert told == [{"ids": [4], "finish_reason": "stop", "stop_reason": 17}, {"ids": [5]}]
+
+
+def test_an_unstreamed_answer_is_continued_exactly_too() -> None:
+    """Nothing was handed out, but what was generated is not thrown away."""
+    progress = Progress(client_has=False, prompt_ids=[1, 2, 3], choices=TWO)
+    found = plan(CHAT, progress, ABLE, stream=False, stop=["x"], temperature=0)
+    assert isinstance(found, Exact)
+    assert found.body["stream"] is True

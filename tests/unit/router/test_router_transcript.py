@@ -35,7 +35,8 @@ def chunk(api: str, name: str, text: str, ids: list[int], finish: str | None = N
     choice |= {"delta": {"content": text}} if api == "chat" else {"text": text}
     if finish:
         choice["stop_reason"] = None
-    head = {"id": name, "object": "o", "created": len(name), "model": "m"}
+    kind = "chat.completion.chunk" if api == "chat" else "text_completion"
+    head = {"id": name, "object": kind, "created": len(name), "model": "m"}
     return json.dumps(head | {"choices": [choice]} | extra).encode()
 
 
@@ -111,10 +112,11 @@ def test_the_joined_stream_equals_the_uncut_one(
         assert isinstance(plan, (ByIds, Restart))
         by_ids = isinstance(plan, ByIds)
         if isinstance(plan, ByIds):
-            assert plan.body["prompt"] == PROMPT + [100 + i for i in range(len(transcript.delivered_ids))]
-            assert plan.body["max_tokens"] == 50 - len(transcript.delivered_ids)
-        transcript.next_engine(by_ids=by_ids)
-        start = len(transcript.delivered_ids)
+            done = len(transcript.progress.delivered_ids)
+            assert plan.body["prompt"] == PROMPT + [100 + i for i in range(done)]
+            assert plan.body["max_tokens"] == 50 - done
+        transcript.next_engine("by_ids" if by_ids else "restart")
+        start = len(transcript.progress.delivered_ids)
     out += transcript.closing()
     assert out.endswith(b"data: [DONE]\n\n")
     assert text_in(out) == "".join(PIECES)
@@ -175,7 +177,7 @@ def test_a_malformed_event_changes_nothing(payload: bytes) -> None:
     with pytest.raises(MalformedEvent):
         transcript.absorb(payload)
     assert transcript.progress == before
-    assert transcript.delivered_ids == [100, 101]
+    assert transcript.progress.delivered_ids == [100, 101]
 
 
 def test_text_that_ends_inside_a_character_waits() -> None:
@@ -232,7 +234,7 @@ def test_where_the_seam_is_not_plain(api: str, events: list[tuple[str, list[int]
 def test_text_like_the_prompt_or_the_last_words_is_kept() -> None:
     """Nothing is filtered by what it looks like: "ha" goes on with " haha!"."""
     transcript, out = begun(request(), ("ha", [1, 2]))
-    transcript.next_engine(by_ids=True)
+    transcript.next_engine("by_ids")
     out += transcript.absorb(chunk("completions", "y", " haha! Great", [3, 4, 5]))
     assert text_in(out) == "ha haha! Great"
 
@@ -240,7 +242,7 @@ def test_text_like_the_prompt_or_the_last_words_is_kept() -> None:
 def test_ids_that_were_given_back_are_not_handed_out_twice() -> None:
     """The client that asked for ids has them once, and usage counts them once."""
     transcript, out = begun(request(return_token_ids=True), ("a", [1, 2, 3]))
-    transcript.next_engine(by_ids=True, given_back=2)
+    transcript.next_engine("by_ids", given_back=2)
     assert transcript.progress.delivered_ids == [1]
     out += transcript.absorb(chunk("completions", "y", "b", [2]))
     out += transcript.absorb(chunk("completions", "y", "c", [3, 4]))
@@ -252,10 +254,10 @@ def test_ids_that_were_given_back_are_not_handed_out_twice() -> None:
 def test_other_ids_than_those_the_client_has_are_an_error() -> None:
     """They cannot be taken back."""
     transcript, _ = begun(request(return_token_ids=True), ("a", [1, 2]))
-    transcript.next_engine(by_ids=True, given_back=1)
+    transcript.next_engine("by_ids", given_back=1)
     with pytest.raises(MalformedEvent):
         transcript.absorb(chunk("completions", "y", "b", [9]))
-    assert transcript.delivered_ids == [1]
+    assert transcript.progress.delivered_ids == [1]
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -300,7 +302,7 @@ def test_the_limit_of_kept_tokens_ends_protection_not_the_answer() -> None:
     transcript = Transcript(request(), 6)
     for payload in stream("completions", "x", 0, [1] * 9, False)[:-2]:
         transcript.absorb(payload)
-    assert len(transcript.delivered_ids) <= 6
+    assert len(transcript.progress.delivered_ids) <= 6
     plan = how_to_resume(request(), transcript.progress, Target(1000), None)
     assert plan == Refuse("transcript_limit")
 
