@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +81,9 @@ async def warm_up(cluster: Cluster, messages: Sequence[dict[str, str]], salt: st
         await uninterrupted(cluster, cluster.engine_url(engine), question)
 
 
-def run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
+def run_until_terminated(
+    work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> T:
     """Run `work`; Ctrl-C and SIGTERM cancel it, and everything that it started goes."""
 
     async def guarded() -> T:
@@ -91,6 +93,7 @@ def run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
         return await task
 
     try:
-        return asyncio.run(guarded())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(guarded())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
