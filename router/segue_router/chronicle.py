@@ -49,9 +49,8 @@ class Chronicle:
             self._undecided = False
             story.moves[-1] = replace(story.moves[-1], decide_ms=_round(self._sent_ms - self._failed_ms))
 
-    def gained(self) -> None:
-        """The client gets something new (or will, in its whole answer)."""
-        now = now_ms()
+    def gained(self, now: float) -> None:
+        """The client gets something new (or will, in its whole answer) that arrived at `now`."""
         story = self.story
         if story.ttft_ms is None:
             story.ttft_ms = _round(now - self._arrived_ms)

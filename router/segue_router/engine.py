@@ -17,7 +17,7 @@ from segue_router.daemons import DaemonClient
 from segue_router.engine_client import Cards, EngineClient
 from segue_router.health import EngineHealth
 from segue_router.settings import EngineSettings
-from segue_router.upstream import Attempt, now_ms
+from segue_router.upstream import Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class Engine:
         status = self.health.last_status
         return status.fingerprint if status else ""
 
-    def progressed(self) -> None:
+    def progressed(self, now: float) -> None:
         """One of its generations advanced."""
-        self.progressed_ms = now_ms()
+        self.progressed_ms = now
         self.health.token()
 
     def status(self) -> RouterEngine:

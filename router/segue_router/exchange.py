@@ -26,7 +26,7 @@ from segue_router.errors import (
 from segue_router.request import GenerationRequest
 from segue_router.resume import Move, Restart
 from segue_router.transcript import Transcript
-from segue_router.upstream import Attempt
+from segue_router.upstream import Attempt, now_ms
 
 BUSY_STATUS = frozenset({429, 503})
 MAX_ERROR_BYTES = 1 << 20
@@ -93,7 +93,9 @@ class Exchange:
         """
         limits, timeouts = self._context.settings.limits, self._context.settings.timeouts
         whole = self._request.mode == "whole"
-        self.attempt = attempt = Attempt(max_event_bytes=limits.max_event_bytes, whole=whole)
+        self.attempt = attempt = Attempt(
+            max_event_bytes=limits.max_event_bytes, whole=whole, count=self._delivered
+        )
         self.gained = False
         self._engine = engine
         engine.attempts.add(attempt)
@@ -141,7 +143,7 @@ class Exchange:
                 check_not_interrupted(reason)
         except EngineFault as fault:
             raise UpstreamFailure("error_event", str(fault)) from fault
-        self._chronicle.gained()
+        self._chronicle.gained(now_ms())
         self._chronicle.ends("ok")
         return self._client.answer(200, raw, answer_headers(response.headers))
 
@@ -176,13 +178,13 @@ class Exchange:
                     break
             if isinstance(failure, EngineAnswer) and not track.progress.client_has:
                 raise failure  # nothing but a preamble: there can still be an HTTP status
-            data = b"".join(out)
+            data = out[0] if len(out) == 1 else b"".join(out)
             if track.gains > gains:
                 attempt.streaming = True
-                attempt.delivered = self._delivered()
-                engine.progressed()
+                now = attempt.last_byte_ms or now_ms()
+                engine.progressed(now)
                 if data or not self._request.stream:
-                    self._chronicle.gained()
+                    self._chronicle.gained(now)
                     self.gained = True
             if data:
                 await self._client.write(data)

@@ -56,6 +56,8 @@ class SseSplitter:
         """The usual case, quickly: `chunk` is whole events of one data line each."""
         if not chunk.endswith(b"\n\n") or b"\r" in chunk or len(chunk) > self._max_event_bytes:
             return None
+        if chunk.startswith(b"data: ") and chunk.find(b"\n") == len(chunk) - 2:
+            return [chunk[6:-2]]
         parts = chunk[:-2].split(b"\n\n")
         if all(part.startswith(b"data: ") and b"\n" not in part for part in parts):
             return [part[6:] for part in parts]

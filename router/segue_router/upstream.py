@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import aiohttp
@@ -31,29 +31,37 @@ def now_ms() -> float:
 class Attempt:
     """See the module. `whole`: the answer is expected in one piece.
 
-    `delivered`: tokens (prompt and output) it has brought, by the name of each sequence it carries; only what
-    is counted here can be compared with what the engine's daemon knows. `behind_since_ms`: since when
+    `count`: tokens (prompt and output) it has brought, by the name of each sequence it carries; only what
+    is counted there can be compared with what the engine's daemon knows. `behind_since_ms`: since when
     the daemon knows of more, in the present silence.
     """
 
-    def __init__(self, *, max_event_bytes: int, whole: bool = False) -> None:
+    def __init__(
+        self, *, max_event_bytes: int, whole: bool = False, count: Callable[[], dict[str, int]] = dict
+    ) -> None:
         self.response: aiohttp.ClientResponse | None = None
         self.last_byte_ms: float | None = None
         self.streaming = False
-        self.delivered: dict[str, int] = {}
+        self._count = count
         self.behind_since_ms: float | None = None
         self.asked_ms = float("-inf")
         self._whole = whole
         self._splitter = SseSplitter(max_event_bytes)
         self._doom: UpstreamFailure | None = None
         self._timeout: asyncio.Timeout | None = None
+        self._reading = False
         self._silent_since_ms = now_ms()
         self._without_event = False
 
     @property
+    def delivered(self) -> dict[str, int]:
+        """See the class; empty before the first token."""
+        return self._count() if self.streaming else {}
+
+    @property
     def wait(self) -> Wait | None:
         """How it waits for its engine; None while it does not (a slow client is not a stall)."""
-        if self._timeout is None:
+        if self._timeout is None and not self._reading:
             return None
         return Wait(
             self._silent_since_ms,
@@ -71,7 +79,9 @@ class Attempt:
         """Give it up: whoever waits for the engine gets the failure, now or at the next wait."""
         if self._doom is None:
             self._doom = UpstreamFailure(cause, detail)
-            if self._timeout is not None and not self._timeout.expired():
+            if self._reading and self.response is not None:
+                self.response.content.set_exception(self._doom)  # nothing is buffered there: it waits
+            elif self._timeout is not None and not self._timeout.expired():
                 self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def open(
@@ -107,9 +117,26 @@ class Attempt:
         return payloads
 
     async def read_bytes(self) -> bytes:
-        """Whatever arrives next; empty at the end. Raises UpstreamFailure."""
+        """Whatever arrives next; empty at the end. Raises UpstreamFailure.
+
+        No time-out of asyncio's here: this runs once a token, and `doom` wakes the reader itself.
+        """
         assert self.response is not None
-        chunk = await self._wait_for(self.response.content.readany())
+        content = self.response.content
+        self._begin_wait()
+        self._reading = True
+        try:
+            if self._doom is not None:
+                if chunk := content.read_nowait():
+                    return chunk  # what came before it was given up counts
+                raise self._doom
+            chunk = await content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if self._doom is not None:
+                raise self._doom from None
+            raise UpstreamFailure("stream_eof", f"{type(error).__name__}: {error}") from error
+        finally:
+            self._reading = False
         self.last_byte_ms = now_ms()
         return chunk
 
@@ -129,10 +156,13 @@ class Attempt:
         if self.response is not None:
             self.response.close()
 
-    async def _wait_for(self, coming: Awaitable[T]) -> T:
+    def _begin_wait(self) -> None:
         if not self._without_event:  # bytes that complete no event (comments, say) are no progress
             self._silent_since_ms = now_ms()
             self.behind_since_ms = None
+
+    async def _wait_for(self, coming: Awaitable[T]) -> T:
+        self._begin_wait()
         try:
             async with asyncio.timeout(None) as self._timeout:
                 if self._doom is not None:
