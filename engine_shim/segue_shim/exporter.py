@@ -23,6 +23,7 @@ from segue_core.errors import GeometryError
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.journal import Begin
 from segue_core.messages.local import Register
+from segue_core.messages.status import Exact
 from segue_core.ring import Word
 from segue_shim.channel import Channel
 from segue_shim.guard import contained, nothing
@@ -53,9 +54,12 @@ class Exporter:
         fingerprint: bytes,
         incarnation: int,
         defaults: Mapping[str, float] | None = None,
+        exact: tuple[Exact, ...] = (),
+        exact_detail: str = "",
         options: ExporterOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`defaults`, `exact` and `exact_detail`: see `EngineStatus`."""
         self.broken = False
         self._path = socket_path
         self._engine = engine
@@ -63,6 +67,8 @@ class Exporter:
         self._fingerprint = fingerprint
         self._incarnation = incarnation
         self._defaults = dict(defaults or {})
+        self._exact = exact
+        self._exact_detail = exact_detail
         self._options = options or ExporterOptions()
         self._clock = clock or MonotonicClock()
         self._table = LiveTable()
@@ -115,6 +121,8 @@ class Exporter:
             fingerprint=self._fingerprint,
             geometry=pages.geometry,
             defaults=self._defaults,
+            exact=self._exact,
+            exact_detail=self._exact_detail,
         )
         listener = Listener(
             up=self._offer,

@@ -1,6 +1,8 @@
-"""Every place where the shim leans on vLLM's own names (0.32), so that an upgrade has one file to check.
+"""What the shim reads of vLLM's own objects (0.32), under names that an upgrade may change.
 
-Reads vLLM's objects, never changes them. What is not recognised counts as "do not protect".
+Never changes them. What is not recognised counts as "do not protect". The places that do change vLLM's
+objects, all for exact continuation, are `vllm_resume` (scheduler), `vllm_worker_state` (worker),
+`vllm_front_end`, `vllm_replay` and `vllm_collector` (API server); `vllm_selftest` tries all of them out.
 """
 
 from __future__ import annotations
@@ -80,6 +82,11 @@ def generation_defaults(vllm_config: VllmConfig) -> dict[str, float]:
     `--override-generation-config`): whoever continues a request elsewhere must know them."""
     found = vllm_config.model_config.get_diff_sampling_param()
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def limits(vllm_config: VllmConfig) -> tuple[int, int]:
+    """(size of the vocabulary, tokens of the longest sequence)."""
+    return int(vllm_config.model_config.get_vocab_size()), int(vllm_config.model_config.max_model_len)
 
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str:

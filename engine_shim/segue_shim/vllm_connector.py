@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 
-from segue_shim import vllm_compat
+from segue_shim import vllm_compat, vllm_selftest, vllm_worker_state
 from segue_shim.exporter import Exporter
 from segue_shim.guard import contained, nothing
 from segue_shim.match_client import MatchClient
 from segue_shim.options import ExporterOptions
 from segue_shim.plan import StepPlan
 from segue_shim.vllm_fingerprint import fingerprint
-from segue_shim.vllm_metadata import SegueMetadata, SegueWorkerMetadata
+from segue_shim.vllm_metadata import SegueHandshake, SegueMetadata, SegueWorkerMetadata
+from segue_shim.vllm_resume import OutputResumer
 from segue_shim.vllm_scheduler import SchedulerHalf
 from segue_shim.vllm_worker import IN_PROCESS, WorkerHalf
 
@@ -53,9 +54,13 @@ class SegueConnector(KVConnectorBase_V1):
         self.broken = False
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._resumer: OutputResumer | None = None
+        self._handshake: SegueHandshake | None = None
         self._unloaded: set[int] = set()
         self._incarnation = 0
         vllm_compat.adopt_logging()
+        if role is KVConnectorRole.WORKER:
+            self._prepare_batch()
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "segue: set kv_load_failure_policy to recompute: otherwise a replica that cannot be loaded"
@@ -68,6 +73,10 @@ class SegueConnector(KVConnectorBase_V1):
             logger.error("segue: the engine runs unprotected: %s", error)
             return
         self._build(vllm_config, role, kv_cache_config, extra, options)
+
+    @contained(nothing)
+    def _prepare_batch(self) -> None:
+        vllm_worker_state.install()
 
     @contained(nothing)
     def _build(
@@ -94,7 +103,10 @@ class SegueConnector(KVConnectorBase_V1):
                 options=options,
             )
             self._scheduler = SchedulerHalf(client, block_size, options, _flush(incarnation))
+            self._resumer = OutputResumer(*vllm_compat.limits(vllm_config))
             return
+        exact, detail = vllm_selftest.verdict(vllm_config)
+        self._handshake = SegueHandshake(exact)
         exporter = Exporter(
             extra.socket,
             engine=extra.engine,
@@ -102,6 +114,8 @@ class SegueConnector(KVConnectorBase_V1):
             fingerprint=identity,
             incarnation=incarnation,
             defaults=vllm_compat.generation_defaults(vllm_config),
+            exact=exact,
+            exact_detail=detail,
             options=options,
         )
         num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
@@ -128,11 +142,21 @@ class SegueConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
-    @contained(nothing)
+    def get_handshake_metadata(self) -> SegueHandshake | None:
+        """What this worker can continue, for the scheduler's half, before the first request."""
+        return self._handshake
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Runs first in every step: the place to say what the step overwrites."""
-        if self._worker is not None and isinstance(kv_connector_metadata, SegueMetadata):
-            self._worker.begin(kv_connector_metadata)
+        """Runs first in every step: the place to say what the step overwrites, and who enters it how."""
+        if isinstance(kv_connector_metadata, SegueMetadata):
+            # Even if all else is broken: the scheduler counts on it.
+            vllm_worker_state.STATE.begin(kv_connector_metadata.starting)
+            self._begin(kv_connector_metadata)
+
+    @contained(nothing)
+    def _begin(self, metadata: SegueMetadata) -> None:
+        if self._worker is not None:
+            self._worker.begin(metadata)
 
     @contained(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -157,7 +181,9 @@ class SegueConnector(KVConnectorBase_V1):
         metadata = self._connector_metadata
         awaited = metadata.awaited_blocks() if isinstance(metadata, SegueMetadata) else set()
         failed = self._take_failed_blocks() if awaited else set()
-        return awaited if failed is None else failed
+        failed = awaited if failed is None else failed
+        vllm_worker_state.STATE.load_failed(failed)
+        return failed
 
     @contained(nothing)
     def _take_failed_blocks(self) -> set[int] | None:
@@ -170,23 +196,39 @@ class SegueConnector(KVConnectorBase_V1):
     # -- scheduler ----------------------------------------------------------------------------
 
     @contained(nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """What the workers can continue."""
+        if self._resumer is not None:
+            self._resumer.enabled = bool(metadata) and all(
+                isinstance(worker, SegueHandshake) and "output" in worker.exact
+                for worker in metadata.values()
+            )
+
+    @contained(nothing)
     def on_new_request(self, request: Request) -> None:
+        if self._resumer is not None:
+            self._resumer.on_new_request(request)
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @contained(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler is None:
-            return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+        if self._resumer is not None and not self._resumer.may_start(request):
+            return None, False
+        return self._matched_tokens(request, num_computed_tokens), False
+
+    @contained(lambda: 0)
+    def _matched_tokens(self, request: Request, computed: int) -> int:
+        return self._scheduler.matched_tokens(request, computed) if self._scheduler is not None else 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
             self._unloaded.update(vllm_compat.first_blocks(blocks))
+        if self._resumer is not None:
+            self._resumer.after_alloc(request, num_external_tokens)
         self._after_alloc(request, blocks, num_external_tokens)
 
     @contained(nothing)
@@ -199,6 +241,8 @@ class SegueConnector(KVConnectorBase_V1):
         unloaded, self._unloaded = self._unloaded, set()
         if metadata.broken:
             metadata.void_blocks = tuple(unloaded)
+        if self._resumer is not None:
+            metadata.starting = self._resumer.build(scheduler_output)
         return metadata
 
     @contained(lambda: SegueMetadata(broken=True))
@@ -214,11 +258,16 @@ class SegueConnector(KVConnectorBase_V1):
         if self._scheduler is not None and isinstance(results, SegueWorkerMetadata):
             self._scheduler.worker_done(results.results)
 
-    @contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._resumer is not None:
+            self._resumer.finished(request.request_id)
+        self._finished(request)
+        return False, None
+
+    @contained(nothing)
+    def _finished(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
-        return False, None
 
     @contained(nothing)
     def shutdown(self) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+from segue_core.messages.status import Exact
 from segue_shim.plan import Load, LoadResult, StepPlan
 
 
@@ -17,6 +22,8 @@ class SegueMetadata(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     void_blocks: tuple[int, ...] = ()
     """Blocks that vLLM expects to be loaded although nobody will: they must be computed."""
+    starting: dict[str, bytes] = field(default_factory=dict)
+    """Requests that start in this step with output they already have: its ids, as packed u32."""
     broken: bool = False
     """The scheduler's half gave up: what the worker knows of live sequences is not true any more."""
 
@@ -35,3 +42,10 @@ class SegueWorkerMetadata(KVConnectorWorkerMetadata):
         """Results of several workers, one after another."""
         assert isinstance(other, SegueWorkerMetadata)
         return SegueWorkerMetadata(self.results + other.results)
+
+
+@dataclass
+class SegueHandshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once, when the engine starts: what the worker can continue exactly."""
+
+    exact: tuple[Exact, ...] = ()

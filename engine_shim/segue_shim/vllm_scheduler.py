@@ -80,7 +80,7 @@ class SchedulerHalf:
         owner = self._owners.get(params.seq)
         if owner is not None:
             if owner.epoch >= params.epoch:
-                return  # the siblings of n > 1, or a writer that is late
+                return  # a writer that is late, or a choice that nobody gave a name of its own
             owner.seq = ""
         tracked.seq = params.seq
         tracked.epoch = params.epoch
