@@ -59,8 +59,8 @@ class Cluster:
     """Engines by name, in the order given; each protected one has a daemon of the same name.
 
     sinks: names of further daemons that have no engine and only hold replicas. routed: engines that routers
-    are told of (None: all). side_cpus: cores for daemons and routers (None: any). engine_command: what an
-    engine is; by default vLLM.
+    are told of (None: all). routed_urls: where routers reach an engine, if not at its own address (a proxy).
+    side_cpus: cores for daemons and routers (None: any). engine_command: what an engine is; by default vLLM.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Cluster:
         keep: bool = False,
         sinks: Sequence[str] = (),
         routed: Sequence[str] | None = None,
+        routed_urls: Mapping[str, str] | None = None,
         side_cpus: frozenset[int] | None = None,
         daemon_overrides: Mapping[str, Any] | None = None,
         router_overrides: Mapping[str, Any] | None = None,
@@ -82,6 +83,7 @@ class Cluster:
         self.keep = keep
         self._progress = progress
         self._routed = list(self.specs if routed is None else routed)
+        self._routed_urls = dict(routed_urls or {})
         self._side_cpus = side_cpus
         self._router_overrides = dict(router_overrides or {})
         self._engine_command = engine_command
@@ -280,7 +282,7 @@ class Cluster:
             entries = [
                 RouterEngineEntry(
                     engine,
-                    self.engine_url(engine),
+                    self._routed_urls.get(engine, self.engine_url(engine)),
                     self.model,
                     self.daemon_url(engine) if replicated and engine in self._daemons else "",
                 )

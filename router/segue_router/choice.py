@@ -16,7 +16,7 @@ from segue_router.resume import ChoiceProgress
 from segue_router.seam import REPLACEMENT, SEAM_IDS
 
 MAX_HELD_TOKENS = 16
-"""Text that still ends in U+FFFD after so many tokens is meant: it is handed out as it is."""
+"""Text that still ends in U+FFFD after so many tokens, or so many of them, is meant: it is handed out."""
 MAIN = "content"
 """The name of the plain text among the texts of a choice, whatever its API calls it."""
 
@@ -87,9 +87,15 @@ class Choice:
         return self._forgotten + self.delivered
 
     @property
+    def arrived(self) -> int:
+        """How many tokens engines named, with or without their text."""
+        return self._forgotten + len(self.ids)
+
+    @property
     def plain(self) -> bool:
         """Whether whole text that comes next can be handed out as it is."""
-        return self._at == self.delivered == len(self.ids) and self.finish_reason is None and not self._skips
+        caught_up = self._at == self.delivered == len(self.ids) and not self._skips and not self._held_text
+        return caught_up and self.finish_reason is None
 
     @property
     def progress(self) -> ChoiceProgress:
@@ -119,6 +125,7 @@ class Choice:
         del self.ids[max(self.delivered, self._ids_sent if keep_sent else 0) :]
         self._at = self.delivered
         self._held_text = ""
+        self._skips = {}  # a replay that broke off is not gone on with
 
     def take(self, piece: Piece) -> Piece | None:
         """What of `piece` is to be handed out now; None: nothing yet.
@@ -155,13 +162,15 @@ class Choice:
             self.delivered = self._at = self._ids_sent = 0
         if texts:
             self.texts.clear()
-            self._calls = {index: Call(call.name) for index, call in self._calls.items()}
+            for call in self._calls.values():
+                call.arguments.clear()
 
     def _is_whole(self, text: str) -> bool:
         """Whether the client may have this text: there is some, and it ends with a whole character."""
         if not text:
             return False
-        return not text.endswith(REPLACEMENT) or len(self.ids) - self.delivered > MAX_HELD_TOKENS
+        held = max(len(self.ids) - self.delivered, self._held_text.count(REPLACEMENT))
+        return not text.endswith(REPLACEMENT) or held > MAX_HELD_TOKENS
 
     def _hand_out(self, new: Piece, count: int) -> Piece:
         new.text = self._held_text + new.text
@@ -187,6 +196,8 @@ class Choice:
         known = self.ids[self._at : self._at + len(piece.ids)]
         if piece.ids[: len(known)] != known:
             raise ReplayDiffers("other token ids than those that were delivered")
+        if piece.finish_reason is not None and self._owes(piece):
+            raise ReplayDiffers("a finish before all that was delivered was said again")
         new = Piece(ids=piece.ids[len(known) :], stop_reason=piece.stop_reason)
         new.finish_reason = piece.finish_reason
         new.text = self._rest(MAIN, piece.text)
@@ -196,6 +207,12 @@ class Choice:
         new.calls = [rest for delta in piece.calls if (rest := self._rest_of_call(delta, skips))]
         new.logprobs = _cut(piece.logprobs, self._skip_logprobs) if piece.logprobs else None
         return new
+
+    def _owes(self, piece: Piece) -> bool:
+        """Whether the client has more ids or text than the engine will have said with `piece`."""
+        said = {MAIN: piece.text} | piece.more
+        owed = any(len(skip) > len(said.get(name, "")) for name, skip in self._skips.items())
+        return owed or self._at + len(piece.ids) < len(self.ids)
 
     def _rest(self, name: str, text: str) -> str:
         skip = self._skips.get(name, "")

@@ -111,9 +111,10 @@ class Engine:
 
     @property
     def exact(self) -> frozenset[Exact]:
-        """What it can continue token for token, by its shim's own test."""
+        """What it can continue token for token, by its shim's own test. (One that was started after the
+        engine that its daemon knows has no shim.)"""
         status = self.health.last_status
-        return frozenset(status.exact) if status else frozenset()
+        return frozenset(status.exact) if status and not self.health.outlived else frozenset()
 
     @property
     def fingerprint(self) -> str:

@@ -34,7 +34,7 @@ MAX_QUESTIONS = 64
 class Registry:
     """All engines. `wait_for_change` wakes whoever hopes for one of them.
 
-    Invariant: an engine that is being drained is offered to nobody (`serving`, `open`).
+    Invariant: an engine that is being drained is not among those that are offered (`serving`, `open`).
     """
 
     def __init__(
@@ -77,13 +77,17 @@ class Registry:
         """The engines that are not being drained, in whatever state."""
         return [engine for engine in self.engines if not engine.draining]
 
+    def having(self, model: str) -> list[Engine]:
+        """Those that have `model`, in whatever state, also those that are being drained."""
+        return [engine for engine in self.engines if engine.serves(model)]
+
     def serving(self, model: str) -> list[Engine]:
-        """Those that have `model`, in whatever state, less those that are being drained."""
-        return [engine for engine in self.open if engine.serves(model)]
+        """Those of them that are not being drained."""
+        return [engine for engine in self.having(model) if not engine.draining]
 
     def check_open(self, model: str) -> None:
         """Raise ClientError (503) if `model` is served, but only where nothing new is admitted."""
-        names = [engine.name for engine in self.engines if engine.serves(model)]
+        names = [engine.name for engine in self.having(model)]
         if names and not self.serving(model):
             raise ClientError(
                 503,

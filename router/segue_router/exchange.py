@@ -195,12 +195,7 @@ class Exchange:
 
     def _delivered(self) -> dict[str, int]:
         """Tokens (prompt and output) that have arrived, by sequence."""
-        prompt = len(self._track.prompt_ids or ())
-        return {
-            choice_seq(self._seq, choice.index): prompt + len(choice.ids)
-            for choice in self._track.choices
-            if choice.finish_reason is None
-        }
+        return {choice_seq(self._seq, index): tokens for index, tokens in self._track.arrived.items()}
 
 
 def _meaning(fault: EngineFault, plan: Move) -> UpstreamFailure | EngineAnswer:

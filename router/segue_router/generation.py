@@ -87,18 +87,28 @@ class Generation:
     async def move_away(self, engine: Engine) -> bool:
         """Give the present engine up on purpose, once another one has the KV of what was delivered."""
         attempt = self._exchange.attempt
-        if attempt is None or not self.is_on(engine) or self._request.mode == "whole" or not self._may_move:
+        if attempt is None or self._request.mode == "whole" or not self._may_move:
             return False
-        progress = self._track.progress
-        plan, needed = self._wherever(engine, progress)
-        if isinstance(plan, (Finish, Refuse)) or not self._takeover.has_other(engine, needed):
-            return False
-        if not isinstance(plan, Restart):
-            await self._takeover.caught_up(engine, lambda: self._track.progress)
-        if attempt not in engine.attempts:
+        if isinstance(self._way_out(engine), (Exact, ByIds)):
+            await self._takeover.caught_up(
+                engine, lambda: self._track.progress if attempt in engine.attempts else None
+            )
+        if attempt not in engine.attempts or self._way_out(engine) is None:
             return False
         attempt.doom("drained", "the engine is being drained")
         return True
+
+    def _way_out(self, engine: Engine) -> Move | None:
+        """How another engine, that is well now, would go on after `engine`; None: there is none."""
+        progress = self._track.progress
+        if progress.begun:
+            self._takeover.began_on(engine)
+        plan, needed = self._wherever(engine, progress)
+        if progress.finish_reason is not None or isinstance(plan, (Finish, Refuse)):
+            return None
+        if not self._takeover.has_other(engine, needed):
+            return None
+        return plan
 
     async def run(self) -> web.StreamResponse:
         """Serve the client. Raises CancelledError when it leaves."""
@@ -128,10 +138,7 @@ class Generation:
         engine = self._takeover.first()
         if engine is None:
             return await self._no_engine()
-        if self._seeds(engine):
-            self._request = self._request.seeded(secrets.randbits(31))
-        params = self._takeover.params(engine, resume=False)
-        plan: Move = Restart(self._request.path, self._request.engine_body(params))
+        plan: Move = self._from_the_start(engine)
         while True:
             try:
                 whole = await self._exchange.run(engine, plan)
@@ -153,12 +160,21 @@ class Generation:
         await self._client.write(track.closing())
         return await self._client.end()
 
+    def _from_the_start(self, engine: Engine) -> Restart:
+        """The whole request at `engine`, with a seed of the router's own if the engine can repeat the draws."""
+        request = self._request.seeded(secrets.randbits(31) if self._seeds(engine) else None)
+        self._request = request
+        takeover = self._takeover
+        params = takeover.params(engine, resume=takeover.epoch > 1)
+        return Restart(request.path, request.engine_body(params, takeover.target(engine).model))
+
     def _seeds(self, engine: Engine) -> bool:
         """Whether random draws have to be repeatable for another engine to go on with them."""
         request = self._request
         return (
             self._context.settings.failover.seed_sampled
             and self._may_move
+            and request.mode == "tracked"
             and request.samples
             and request.body.get("seed") is None
             and "seed" in engine.exact
@@ -176,10 +192,15 @@ class Generation:
             self._patience_until_ms = None
         if failure.cause == "router_stopping" or self._context.cutting_off:
             return await self._give_up(503, "the router is shutting down", code="router_stopping")
-        if isinstance(failure, Rejected):
-            return await self._refuse(failure.reason, failure)
-        self._note_failure(engine, failure)
         progress = self._track.progress
+        if isinstance(failure, Rejected):
+            if progress.client_has:
+                return await self._refuse(failure.reason, failure)
+            takeover.next_epoch(engine)
+            restart = self._from_the_start(engine)  # nobody has anything of the answer yet
+            self._prepare(restart)
+            return engine, restart
+        self._note_failure(engine, failure)
         plan, needed = self._wherever(engine, progress)
         if isinstance(plan, Finish):
             return await self._finish_from_known(plan)
@@ -193,11 +214,10 @@ class Generation:
         if problem := self._no_more_moves(counted):
             return await self._give_up(502, f"{problem}: {failure}", code=failure.cause)
         if not busy:
-            takeover.next_epoch()
-        begun = progress.client_has or counted or self._moves > 0
-        following = await takeover.next(progress, patience_ms=self._patience_left() if begun else 0)
-        if following is None and failure.cause == "drained":
-            following = engine  # nobody is left after all: it is as well as it was
+            takeover.next_epoch(engine)
+        begun = progress.client_has or failure.cause == "drained" or counted or self._moves > 0
+        patience_ms = self._patience_left() if begun and progress.finish_reason is None else 0
+        following = await takeover.next(progress, patience_ms=patience_ms, begun=begun)
         if following is None:
             return await self._nobody(failure, begun=begun)
         self._moves += counted
@@ -259,7 +279,8 @@ class Generation:
         else:
             count = await give_back
         params = takeover.params(following, resume=takeover.epoch > 1)
-        return how_to_resume(self._request, progress, takeover.target(following, give_back=count), params)
+        plan = how_to_resume(self._request, progress, takeover.target(following, give_back=count), params)
+        return self._from_the_start(following) if isinstance(plan, Restart) else plan
 
     async def _give_back(self, following: Engine, progress: Progress) -> int | None:
         """Delivered ids without their text; matters only where it is continued by ids."""
@@ -272,7 +293,7 @@ class Generation:
         """There is no engine to go on at."""
         if self._context.cutting_off:
             return await self._give_up(503, "the router is shutting down", code="router_stopping")
-        if self._busy_answer is not None and not self._client.started:
+        if self._busy_answer is not None and not self._client.started and not self._known_finish():
             raise self._busy_answer
         problem = "no other engine could take over in time" if begun else "no engine can be reached"
         return await self._give_up(502 if begun else 503, f"{problem}: {failure}", code="no_engine_available")
@@ -303,13 +324,24 @@ class Generation:
             await self._client.write(data)
         return await self._complete()
 
+    def _known_finish(self) -> Finish | None:
+        """The end of an answer that only misses an engine's own count: no failure is one of the answer."""
+        progress = self._track.progress
+        if progress.finish_reason is None or not progress.closable:
+            return None
+        return Finish(progress.finish_reason)
+
     async def _refuse(self, reason: str, failure: UpstreamFailure) -> web.StreamResponse:
+        if finish := self._known_finish():
+            return await self._finish_from_known(finish)
         self._context.metrics.refusal(reason)
         self._chronicle.ends("refused", reason)
         message = f"the engine failed and this answer cannot be continued exactly ({reason}): {failure}"
         return await self._client.fail(502, message, kind="server_error", code=f"cannot_resume_{reason}")
 
     async def _give_up(self, status: int, message: str, *, code: str) -> web.StreamResponse:
+        if finish := self._known_finish():
+            return await self._finish_from_known(finish)
         self._chronicle.ends("failed", message)
         return await self._client.fail(status, message, kind="server_error", code=code)
 

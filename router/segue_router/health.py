@@ -41,13 +41,13 @@ class EngineHealth:
         self._daemon: EngineStatus | None = None
         self._daemon_ms = float("-inf")
         self._dead_ms = float("-inf")
-        self._outlived = False
+        self.outlived = False
         """An engine serves there of which the daemon, that knows a dead one only, does not know."""
 
     def daemon(self, now_ms: float) -> EngineStatus | None:
         """What the daemon says, if it was heard lately and watches the engine at all."""
         fresh = now_ms - self._daemon_ms <= DAEMON_SILENCE_MS
-        if self._daemon is None or not fresh or self._daemon.state == "absent" or self._outlived:
+        if self._daemon is None or not fresh or self._daemon.state == "absent" or self.outlived:
             return None
         return self._daemon
 
@@ -94,7 +94,7 @@ class EngineHealth:
         self.probed_ok_ms = now_ms
         known_dead = self._daemon is not None and self._daemon.state == "dead"
         if known_dead and began_ms > self._dead_ms + HOLD_MS:
-            self._outlived = True
+            self.outlived = True
         daemon = self.daemon(now_ms)
         if daemon is not None and daemon.state != "running":
             self._become("down", f"its daemon says: {daemon.state}")
@@ -129,10 +129,10 @@ class EngineHealth:
         ended = before is not None and before.state in ("running", "stalled")
         if status.state == "dead":
             if before is None or (before.state, before.incarnation) != ("dead", status.incarnation):
-                self._dead_ms, self._outlived = now_ms, False
+                self._dead_ms, self.outlived = now_ms, False
                 self._become("down", "its daemon says: dead")
             return ended
-        self._outlived = False
+        self.outlived = False
         if status.state == "stalled":
             self._become("down", "its daemon says: stalled")
         if before is None or not ended or not before.incarnation or not status.incarnation:

@@ -77,8 +77,8 @@ class GenerationRequest:
         """Whether chance decides, unless an engine's own defaults say otherwise."""
         return "seed" in self.needs
 
-    def seeded(self, seed: int) -> GenerationRequest:
-        """The same request, whose random draws can be continued."""
+    def seeded(self, seed: int | None) -> GenerationRequest:
+        """The same request, whose random draws can be continued; None: as the client sent it."""
         return replace(self, seed=seed)
 
     def engine_body(self, params: SegueParams | None, model: str = "") -> dict[str, Any]:

@@ -76,6 +76,8 @@ class Progress:
     """Of the answer as a whole: set once every choice has its own."""
     closable: bool = True
     """Everything the client is owed after the finish can be said without an engine."""
+    counted: bool = False
+    """Usage is owed that no engine has said: it can be counted, but not in all its details."""
     ids_known: bool = True
     """The engine named the ids of everything it sent, and they were all kept."""
     overflow: bool = False
@@ -179,6 +181,8 @@ def how_to_resume(
 ) -> Plan:
     """Decide. `params` go to an engine with a daemon; what is decided does not depend on them."""
     if progress.finish_reason is not None:
+        if progress.counted and not exactly_not(request, progress, target):
+            return Exact(request.path, _exact_body(request, progress, target, params))
         return Finish(progress.finish_reason) if progress.closable else Refuse("unknown_usage")
     if progress.begun and not exactly_not(request, progress, target):
         return Exact(request.path, _exact_body(request, progress, target, params))

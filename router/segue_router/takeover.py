@@ -2,7 +2,8 @@
 
 Owns what one request knows about engines: which failed it, which are busy, its epoch. Invariants: a
 request never goes back to an engine that failed it, unless that engine came back since, or once more after
-a bare reset or for want of any other; the epoch only grows, and daemons hear of it before the next engine.
+a bare reset or for want of any other; to one that is being drained only for want of any other that is well;
+the epoch only grows, and daemons hear of it before the next engine.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Takeover:
         self._retry_same = context.settings.failover.retry_same_engine_once
         self._asked_same = True
         self._last: Engine | None = None
+        self._wrote: Engine | None = None
         self._origin: Origin | None = None
         self._needed: frozenset[Exact] = frozenset()
 
@@ -111,7 +113,7 @@ class Takeover:
 
     def anywhere(self, engine: Engine) -> Target:
         """What the best engine there is could do for the answer that `engine` cannot go on with."""
-        engines = self._context.registry.serving(self._model)
+        engines = self._context.registry.having(self._model)
         abilities = frozenset[Exact]().union(*(other.exact for other in engines))
         return replace(self.target(engine), exact=abilities)
 
@@ -157,27 +159,32 @@ class Takeover:
 
     def has_other(self, engine: Engine, needed: frozenset[Exact]) -> bool:
         """Whether an engine other than `engine` is well and could go on with the answer."""
-        return any(
-            other is not engine and other.health.state == "up" and needed <= other.exact
-            for other in self._usable()
-        )
+        return any(needed <= other.exact for other in self._others(engine))
 
-    async def caught_up(self, engine: Engine, progress: Callable[[], Progress]) -> None:
+    async def caught_up(self, engine: Engine, progress: Callable[[], Progress | None]) -> None:
         """Returns once a replica elsewhere is within ALMOST_TOKENS of what `engine` has delivered, or when
-        that takes too long. An engine without a daemon would recompute everything: nothing to wait for."""
+        that takes too long, or is over (no `progress`). Where one has no daemon, everything is computed
+        again: there is nothing to wait for."""
         timeouts = self._context.settings.timeouts
         deadline = now_ms() + timeouts.failover_ms
-        others = [other.daemon for other in self._usable() if other is not engine and other.daemon]
-        while others and now_ms() < deadline and not self._context.cutting_off:
-            seq, tokens = next(iter(self._names(progress()).items()))
+        while engine.daemon and now_ms() < deadline and not self._context.cutting_off:
+            others = [other.daemon for other in self._others(engine) if other.daemon]
+            now = progress()
+            if now is None or not others:
+                return
+            seq, tokens = next(iter(self._names(now).items()))
             held = await asyncio.gather(*(_held(daemon, seq, timeouts.probe_ms) for daemon in others))
             if any(status and status.watermark >= tokens - ALMOST_TOKENS for status in held):
                 return
             await asyncio.sleep(CATCH_UP_POLL_S)
 
-    def next_epoch(self) -> None:
-        """Whoever writes on does so under a higher epoch."""
+    def _others(self, engine: Engine) -> list[Engine]:
+        return [other for other in self._usable() if other is not engine and other.health.state == "up"]
+
+    def next_epoch(self, engine: Engine) -> None:
+        """`engine` wrote; whoever writes on does so under a higher epoch."""
         self.epoch += 1
+        self._wrote = engine
 
     def fence(self, engine: Engine, progress: Progress) -> None:
         """Tell the failed engine's daemon that its epoch is over; in the background, with a deadline.
@@ -192,8 +199,11 @@ class Takeover:
             self._context.background.add(task)
             task.add_done_callback(self._context.background.discard)
 
-    async def next(self, progress: Progress, *, patience_ms: float) -> Engine | None:
-        """The engine to go on at; waits up to `patience_ms` for one. None: there is none."""
+    async def next(self, progress: Progress, *, patience_ms: float, begun: bool) -> Engine | None:
+        """The engine to go on at; waits up to `patience_ms` for one. None: there is none.
+
+        begun: it is no new request any more, and goes on at an engine that is being drained rather than end.
+        """
         registry = self._context.registry
         deadline = now_ms() + patience_ms
         while not self._context.cutting_off:
@@ -201,7 +211,8 @@ class Takeover:
             if engine is None:
                 engine = await self._best(self._usable(), progress)
             if engine is None or engine.health.state == "down":
-                engine = await self._best(self._second_chance(), progress) or engine
+                others = self._second_chance() + (self._being_drained() if begun else [])
+                engine = await self._best(others, progress) or engine
             if engine is not None:
                 return engine
             left = deadline - now_ms()
@@ -249,6 +260,13 @@ class Takeover:
             engine
             for engine in self._context.registry.serving(self._model)
             if engine.name not in self._busy and self._may_use(engine) and self._can_continue(engine)
+        ]
+
+    def _being_drained(self) -> list[Engine]:
+        return [
+            engine
+            for engine in self._context.registry.having(self._model)
+            if engine.draining and self._may_use(engine) and self._can_continue(engine)
         ]
 
     def _can_continue(self, engine: Engine) -> bool:
@@ -316,7 +334,7 @@ class Takeover:
         ranked = rank_for_resume(
             [_candidate(engine, status) for engine, status in zip(engines, held, strict=True)],
             tokens=tokens + 1,
-            fingerprint=self._last.fingerprint if self._last else "",
+            fingerprint=self._wrote.fingerprint if self._wrote else "",
         )
         return self._context.registry[ranked[0]]
 

@@ -16,6 +16,7 @@ from segue_router import events
 from segue_router.choice import Choice, Piece
 from segue_router.errors import MalformedEvent, ReplayDiffers, check_not_interrupted
 from segue_router.events import PLAIN_DELTA, choices_in, decode_event, event_without_ids, piece_in
+from segue_router.obstacles import Api
 from segue_router.request import GenerationRequest
 from segue_router.resume import Progress
 from segue_router.seam import REPLACEMENT
@@ -24,6 +25,8 @@ from segue_router.sse import DONE, event
 ABOUT_ITSELF = ("system_fingerprint", "metrics")
 """What an engine says of itself beside an answer."""
 MAX_CHOICES = 1_024
+UNCOUNTABLE = frozenset({"several_prompts", "n", "beam_search"})
+"""Obstacles with which the ids that engines name are not all that usage counts."""
 How = Literal["restart", "exact", "by_ids"]
 
 
@@ -76,6 +79,7 @@ class Transcript:
             choices=tuple(choice.progress for choice in self.choices),
             finish_reason=self.finish_reason,
             closable=self._counted or self._usage_chunk is not None or not self._owes_usage,
+            counted=self._request.api == "chat" and self._owes_usage and self._usage_chunk is None,
             ids_known=self._ids_known and self.prompt_ids is not None,
             overflow=self._overflow,
             whole_characters=first.whole,
@@ -86,12 +90,27 @@ class Transcript:
         )
 
     @property
+    def _api(self) -> Api:
+        """In whose form the present engine speaks."""
+        return "completions" if self._how == "by_ids" else self._request.api
+
+    @property
     def _owes_usage(self) -> bool:
         return self._request.include_usage or not self._request.stream
 
     @property
     def _counted(self) -> bool:
-        return self._ids_known and self.prompt_ids is not None and self._request.choices == len(self.choices)
+        request = self._request
+        countable = request.exact_obstacle not in UNCOUNTABLE and request.choices == len(self.choices)
+        return countable and self._ids_known and self.prompt_ids is not None
+
+    @property
+    def arrived(self) -> dict[int, int]:
+        """Tokens (prompt and output) that came, by unfinished choice; empty if engines do not name all."""
+        if not self._ids_known or self.prompt_ids is None:
+            return {}
+        prompt = len(self.prompt_ids)
+        return {choice.index: prompt + choice.arrived for choice in self.choices if not choice.finish_reason}
 
     @property
     def usage(self) -> dict[str, Any] | None:
@@ -149,6 +168,9 @@ class Transcript:
             return self._take_usage(chunk)
         if len(choices) == 1:
             return self._take_choice(chunk, choices[0])
+        for raw in choices:  # before any of them counts: a failure in one must not cost what another said
+            self._choice(raw.get("index", 0))
+            check_not_interrupted(piece_in(self._api, raw)[0].finish_reason)
         return b"".join(self._take_choice(dict(chunk), choice) for choice in choices)
 
     def finish(self, reason: str) -> bytes:
@@ -201,22 +223,24 @@ class Transcript:
 
     def _take_choice(self, chunk: dict[str, Any], raw: dict[str, Any]) -> bytes:
         choice = self._choice(raw.get("index", 0))
-        by_ids = self._how == "by_ids"
-        piece, role, named, odd = piece_in("completions" if by_ids else self._request.api, raw)
+        piece, role, named, odd = piece_in(self._api, raw)
         check_not_interrupted(piece.finish_reason)
-        prompt = None if by_ids else self._prompt_in(chunk, raw)
+        prompt = None if self._how == "by_ids" else self._prompt_in(chunk, raw)
         if self._request.echoed and prompt is not None:
             piece.text = self._request.echoed + piece.text
-        if choice.over:
+        says = piece.brings or odd or piece.finish_reason is not None
+        if choice.over or (choice.finish_reason is not None and not says):
             return b""
         preamble = self._preamble(chunk, raw, choice, role) if role else b""
-        if role and not piece.brings and piece.finish_reason is None and not odd:
+        if role and not says:
             self._note_prompt(prompt)
             return preamble
         known = len(choice.ids)
         new = choice.take(piece)
         self._note_prompt(prompt)
         self._note_extra(chunk)
+        if piece.finish_reason is not None and isinstance(chunk.get("usage"), dict):
+            self._usage_chunk = {**chunk, "choices": []}  # some engines say it there
         self._ids_known = self._ids_known and (named or not piece.brings) and not odd
         if new is None:
             self.gains += len(choice.ids) > known

@@ -48,6 +48,7 @@ class Attempt:
         self._whole = whole
         self._splitter = SseSplitter(max_event_bytes)
         self._doom: UpstreamFailure | None = None
+        self._heard_out = False
         self._timeout: asyncio.Timeout | None = None
         self._reading = False
         self._silent_since_ms = now_ms()
@@ -127,8 +128,10 @@ class Attempt:
         self._reading = True
         try:
             if self._doom is not None:
-                if chunk := content.read_nowait():
-                    return chunk  # what came before it was given up counts
+                chunk = b"" if self._heard_out else content.read_nowait()
+                self._heard_out = True
+                if chunk:
+                    return chunk  # what came before it was given up counts; what comes now does not
                 raise self._doom
             chunk = await content.readany()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

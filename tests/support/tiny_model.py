@@ -1,6 +1,7 @@
 """Builds a tiny random Llama with a byte-level tokenizer: real enough that a wrong KV shows in its text.
 
 Weights are scaled so that greedy answers vary; with the usual initialisation they would repeat one token.
+It has a chat template and the tokens that reasoning and tool-call parsers look for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from pathlib import Path
 import torch
 
 VOCABULARY = 2048
-RECIPE = "llama-256x4-heads4-kv2-vocabulary2048-scale1.5-seed7-v1"
+RECIPE = "llama-256x4-heads4-kv2-vocabulary2048-scale1.5-seed7-marks-v2"
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""The last ids of the vocabulary, in this order. Text as any other: no decoder leaves them out."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
 def tiny_model(cache: Path) -> Path:
@@ -33,7 +40,7 @@ def tiny_model(cache: Path) -> Path:
 
 def _build(folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,15 +50,16 @@ def _build(folder: Path) -> None:
     tokenizer.train_from_iterator(
         words,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
+            vocab_size=VOCABULARY - len(MARKS),
             special_tokens=["<s>", "</s>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
-        folder
-    )
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
 
     torch.manual_seed(7)
     config = LlamaConfig(

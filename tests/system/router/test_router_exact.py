@@ -291,3 +291,40 @@ async def test_a_stream_that_nobody_could_continue_stays(stage: Stage) -> None:
     answer = await asked
     assert answer.done
     assert engines[1].seen == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_count_of_a_finished_answer_is_an_engines_if_there_is_one(
+    stage: Stage, stream: bool
+) -> None:
+    """The engine died between the finish and the usage: a chat's usage has details that nobody else knows."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die_after_finish"))
+    body = question(PATHS[1], stream=stream)
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    answer = await router.ask(PATHS[1], body)
+    _, output, finish = generate(PATHS[1], body)
+    (delivered,) = by_time(engines)[1].seen[0].body["kv_transfer_params"]["segue"]["delivered"]
+    assert delivered == {"ids": output, "finish_reason": finish}
+    usage = answer.events[-1]["usage"] if stream else answer.body["usage"]
+    assert usage["completion_tokens"] == len(output)
+    if stream:
+        assert answer.done
+        assert answer.text == text_of(output)
+        assert answer.finishes == [finish]
+
+
+@pytest.mark.parametrize("headers", [{}, {"x_segue_failover": "off"}])
+async def test_a_finished_answer_never_ends_in_an_error(stage: Stage, headers: dict[str, str]) -> None:
+    """Nobody is left, or it may not move: the router counts by itself."""
+    engines, daemons = await able(stage, [ALL])
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die_after_finish"))
+    body = question(PATHS[1], stream_options={"include_usage": True})
+    answer = await router.ask(PATHS[1], body, **headers)
+    _, output, _ = generate(PATHS[1], body)
+    assert answer.done
+    assert answer.error is None
+    assert answer.events[-1]["usage"]["completion_tokens"] == len(output)
