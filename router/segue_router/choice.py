@@ -24,7 +24,8 @@ MAIN = "content"
 @dataclass(slots=True)
 class Piece:
     """What one event says of a choice. `more`: texts beside the plain one, by field of the delta (reasoning).
-    `calls`: its tool-call deltas. `logprobs`: in the form of its API."""
+    `calls`: its tool-call deltas. `logprobs`: in the form of its API. `odd`: it says more than is understood,
+    which can be handed out, but not compared."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -33,16 +34,17 @@ class Piece:
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
+    odd: bool = False
 
     @property
     def parsed(self) -> bool:
         """Whether an engine's parser took part."""
-        return bool(self.more or self.calls)
+        return bool(self.more or self.calls or self.odd)
 
     @property
     def brings(self) -> bool:
         """Whether there is anything of the answer in it."""
-        return bool(self.text or self.ids or self.more or self.calls or self.logprobs)
+        return bool(self.text or self.ids or self.parsed or self.logprobs)
 
 
 @dataclass(slots=True)
@@ -198,7 +200,7 @@ class Choice:
             raise ReplayDiffers("other token ids than those that were delivered")
         if piece.finish_reason is not None and self._owes(piece):
             raise ReplayDiffers("a finish before all that was delivered was said again")
-        new = Piece(ids=piece.ids[len(known) :], stop_reason=piece.stop_reason)
+        new = Piece(ids=piece.ids[len(known) :], stop_reason=piece.stop_reason, odd=piece.odd)
         new.finish_reason = piece.finish_reason
         new.text = self._rest(MAIN, piece.text)
         more = {name: self._rest(name, text) for name, text in piece.more.items()}

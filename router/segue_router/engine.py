@@ -53,7 +53,7 @@ class Attempts(set[Attempt]):
 
 
 class Engine:
-    """One engine and its daemon. `draining`: it is being emptied, and `Registry` offers it to nobody."""
+    """One engine and its daemon. `draining`: it is being emptied, and gets nothing new."""
 
     def __init__(self, settings: EngineSettings, control: aiohttp.ClientSession) -> None:
         self.settings = settings

@@ -17,7 +17,7 @@ import structlog
 
 from segue_router.daemons import DaemonClient
 from segue_router.engine import Engine
-from segue_router.errors import ClientError, UpstreamFailure
+from segue_router.errors import Cause, ClientError, UpstreamFailure
 from segue_router.health import Observer, is_behind, is_stalled, should_ask, stands_still
 from segue_router.settings import RouterSettings, TimeoutSettings
 from segue_router.upstream import Attempt, now_ms
@@ -27,6 +27,7 @@ WATCH_RETRY_S = 0.2
 MAX_KNOWN_DEFECTS = 100
 OBSERVER_PAUSE_MS = 1_000
 """A tick this late (or half of `stall_ms`) means that the router itself was stopped or starved."""
+ON_PURPOSE: frozenset[Cause] = frozenset({"drained", "router_stopping"})
 MAX_QUESTIONS = 64
 """Daemons asked about silent streams at the same time; the others are asked at a later tick."""
 
@@ -131,9 +132,9 @@ class Registry:
     def failed(self, engine: Engine, failure: UpstreamFailure) -> None:
         """An attempt failed there. A probe follows at once: it tells a reset from a death.
 
-        Nobody is blamed for a time-out that passed while the router slept, nor for a move on purpose.
+        Nobody is blamed for a time-out that passed while the router slept, nor for what is done on purpose.
         """
-        if failure.cause == "drained":
+        if failure.cause in ON_PURPOSE:
             return
         before = engine.health.state
         now = self._clock_ms()

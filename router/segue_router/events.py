@@ -107,13 +107,13 @@ def choices_in(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     return choices
 
 
-def piece_in(api: Api, choice: dict[str, Any]) -> tuple[Piece, str, bool, bool]:
-    """(what it says, its role, whether it names ids, whether it says more than is understood).
+def piece_in(api: Api, choice: dict[str, Any]) -> tuple[Piece, str, bool]:
+    """(what it says, its role, whether it names ids).
 
     Raises MalformedEvent.
     """
     ids = ids_in(choice.get("token_ids"))
-    finish = choice.get("finish_reason")
+    finish = choice.get("finish_reason") or None  # some engines say "" until they finish
     if finish is not None and not isinstance(finish, str):
         raise MalformedEvent("`finish_reason` is not a string")
     logprobs = choice.get("logprobs")
@@ -127,7 +127,7 @@ def piece_in(api: Api, choice: dict[str, Any]) -> tuple[Piece, str, bool, bool]:
         if not isinstance(text, str):
             raise MalformedEvent("a completion event without text")
         piece.text = text
-        return piece, "", ids is not None, False
+        return piece, "", ids is not None
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         raise MalformedEvent("a chat event without delta")
@@ -135,7 +135,6 @@ def piece_in(api: Api, choice: dict[str, Any]) -> tuple[Piece, str, bool, bool]:
     if content is not None and not isinstance(content, str):
         raise MalformedEvent("a chat event whose content is not text")
     piece.text = content or ""
-    odd = False
     for name, value in delta.items():
         if not value or name in PLAIN_DELTA:
             continue
@@ -144,8 +143,8 @@ def piece_in(api: Api, choice: dict[str, Any]) -> tuple[Piece, str, bool, bool]:
         elif isinstance(value, str):
             piece.more[name] = value
         else:
-            odd = True
-    return piece, role if isinstance(role, str) else "", ids is not None, odd
+            piece.odd = True
+    return piece, role if isinstance(role, str) else "", ids is not None
 
 
 def _calls_in(value: object) -> list[dict[str, Any]]:

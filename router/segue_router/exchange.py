@@ -100,6 +100,8 @@ class Exchange:
         self._engine = engine
         engine.attempts.add(attempt)
         leaves = False
+        if self._context.cutting_off:  # nobody will say so any more: it was between two engines
+            attempt.doom("router_stopping", "the router is shutting down")
         try:
             body = msgspec.json.encode(plan.body)
             self._chronicle.sent(engine.name)

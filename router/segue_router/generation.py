@@ -161,7 +161,7 @@ class Generation:
         return await self._client.end()
 
     def _from_the_start(self, engine: Engine) -> Restart:
-        """The whole request at `engine`, with a seed of the router's own if the engine can repeat the draws."""
+        """The whole request, with a seed of the router's own if `engine` can repeat random draws."""
         request = self._request.seeded(secrets.randbits(31) if self._seeds(engine) else None)
         self._request = request
         takeover = self._takeover
@@ -194,7 +194,7 @@ class Generation:
             return await self._give_up(503, "the router is shutting down", code="router_stopping")
         progress = self._track.progress
         if isinstance(failure, Rejected):
-            if progress.client_has:
+            if progress.client_has or self._known_finish():
                 return await self._refuse(failure.reason, failure)
             takeover.next_epoch(engine)
             restart = self._from_the_start(engine)  # nobody has anything of the answer yet
@@ -206,7 +206,7 @@ class Generation:
             return await self._finish_from_known(plan)
         if isinstance(plan, Refuse) and plan.reason != "unknown_model_length":
             return await self._refuse(plan.reason, failure)
-        takeover.must_continue(needed)
+        takeover.must_continue(needed, self._request.needs if isinstance(plan, Exact) else needed)
         if progress.begun:
             takeover.began_on(engine)
         busy = isinstance(failure, Busy)
@@ -236,7 +236,7 @@ class Generation:
 
     def _wherever(self, engine: Engine, progress: Progress) -> tuple[Plan, frozenset[Ability]]:
         """How the best engine there is would go on after `engine`, and what it must be able to for that."""
-        request, target = self._request, self._takeover.anywhere(engine)
+        request, target = self._request, self._takeover.anywhere(engine, self._request.needs)
         plan = how_to_resume(request, progress, target, None)
         if isinstance(plan, Exact):
             modest = how_to_resume(request, progress, replace(target, exact=frozenset()), None)

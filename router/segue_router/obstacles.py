@@ -121,8 +121,13 @@ def _asks_structure(body: dict[str, Any]) -> bool:
     )
 
 
+def asks_more_than_text(body: dict[str, Any]) -> bool:
+    """Whether the answer may be heard or seen."""
+    return body.get("modalities") not in (None, ["text"]) or body.get("audio") is not None
+
+
 def _is_multimodal(body: dict[str, Any]) -> bool:
-    if body.get("modalities") not in (None, ["text"]) or body.get("audio") is not None:
+    if asks_more_than_text(body):
         return True
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():

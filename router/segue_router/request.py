@@ -18,6 +18,7 @@ from segue_router.errors import ClientError
 from segue_router.obstacles import (
     Api,
     asks_logprobs,
+    asks_more_than_text,
     asks_tools,
     count_choices,
     exact_obstacle,
@@ -177,6 +178,7 @@ def _mode(api: Api, body: dict[str, Any]) -> Mode:
         or body.get("max_tokens") == 0
         or asks_logprobs(api, body)
         or asks_tools(body)
+        or asks_more_than_text(body)
         or body.get("stream_options") is not None  # the engine refuses these without stream
         or body.get("kv_transfer_params") is not None  # answered only without stream
         or body.get("return_prompt_text")

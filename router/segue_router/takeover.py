@@ -68,7 +68,7 @@ class Takeover:
         self._last: Engine | None = None
         self._wrote: Engine | None = None
         self._origin: Origin | None = None
-        self._needed: frozenset[Exact] = frozenset()
+        self._needed = self._wanted = frozenset[Exact]()
 
     def params(self, engine: Engine, *, resume: bool) -> SegueParams | None:
         """What the engine's shim is told; None where there is no daemon beside it."""
@@ -107,15 +107,16 @@ class Takeover:
         """Nothing of the answer counts any more."""
         self._origin = None
 
-    def must_continue(self, needed: frozenset[Exact]) -> None:
-        """The answer can only go on at engines that continue so much of it exactly; empty: anywhere."""
-        self._needed = needed
+    def must_continue(self, needed: frozenset[Exact], wanted: frozenset[Exact]) -> None:
+        """The answer can only go on at engines that continue `needed` exactly (empty: anywhere), and best
+        at those that continue `wanted`."""
+        self._needed, self._wanted = needed, wanted
 
-    def anywhere(self, engine: Engine) -> Target:
+    def anywhere(self, engine: Engine, wanted: frozenset[Exact]) -> Target:
         """What the best engine there is could do for the answer that `engine` cannot go on with."""
         engines = self._context.registry.having(self._model)
-        abilities = frozenset[Exact]().union(*(other.exact for other in engines))
-        return replace(self.target(engine), exact=abilities)
+        able = any(wanted <= other.exact for other in engines)
+        return replace(self.target(engine), exact=wanted if able else frozenset())
 
     def target(self, engine: Engine, *, give_back: int | None = 0) -> Target:
         """What `engine` can do for the answer."""
@@ -211,8 +212,7 @@ class Takeover:
             if engine is None:
                 engine = await self._best(self._usable(), progress)
             if engine is None or engine.health.state == "down":
-                others = self._second_chance() + (self._being_drained() if begun else [])
-                engine = await self._best(others, progress) or engine
+                engine = await self._best(self._last_resorts(begun=begun), progress) or engine
             if engine is not None:
                 return engine
             left = deadline - now_ms()
@@ -262,13 +262,6 @@ class Takeover:
             if engine.name not in self._busy and self._may_use(engine) and self._can_continue(engine)
         ]
 
-    def _being_drained(self) -> list[Engine]:
-        return [
-            engine
-            for engine in self._context.registry.having(self._model)
-            if engine.draining and self._may_use(engine) and self._can_continue(engine)
-        ]
-
     def _can_continue(self, engine: Engine) -> bool:
         """Whether it has the model that the answer began with, and room for as long an answer."""
         origin = self._origin
@@ -305,18 +298,22 @@ class Takeover:
             return None
         return engine
 
-    def _second_chance(self) -> list[Engine]:
-        """Engines that failed this request once and have answered a probe since; for want of any other."""
-        chances = []
-        for engine in self._context.registry.serving(self._model):
-            failed = self._failed.get(engine.name)
-            if failed is None or failed.times > 1 or engine.name in self._busy:
-                continue
-            if not self._can_continue(engine):
-                continue
-            if engine.health.state != "down" and engine.health.probed_ok_ms > failed.at_ms:
-                chances.append(engine)
-        return chances
+    def _last_resorts(self, *, begun: bool) -> list[Engine]:
+        """For want of any other that is well: engines that failed this request once and have answered a probe
+        since, and, for what has begun, those that are being drained."""
+        registry = self._context.registry
+        engines = registry.having(self._model) if begun else registry.serving(self._model)
+        return [
+            engine
+            for engine in engines
+            if engine.name not in self._busy
+            and self._can_continue(engine)
+            and (self._may_use(engine) or self._is_well_again(engine))
+        ]
+
+    def _is_well_again(self, engine: Engine) -> bool:
+        failed, health = self._failed[engine.name], engine.health
+        return failed.times == 1 and health.state != "down" and health.probed_ok_ms > failed.at_ms
 
     def _retryable(self) -> Engine | None:
         engine = self._last
@@ -326,6 +323,8 @@ class Takeover:
         return engine if failed.transient and failed.times == 1 else None
 
     async def _best(self, engines: Sequence[Engine], progress: Progress) -> Engine | None:
+        able = [other for other in engines if self._wanted <= other.exact and other.health.state == "up"]
+        engines = able or engines
         if len(engines) < 2:
             return engines[0] if engines else None
         timeout_ms = self._context.settings.timeouts.probe_ms

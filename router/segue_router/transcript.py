@@ -223,12 +223,12 @@ class Transcript:
 
     def _take_choice(self, chunk: dict[str, Any], raw: dict[str, Any]) -> bytes:
         choice = self._choice(raw.get("index", 0))
-        piece, role, named, odd = piece_in(self._api, raw)
+        piece, role, named = piece_in(self._api, raw)
         check_not_interrupted(piece.finish_reason)
         prompt = None if self._how == "by_ids" else self._prompt_in(chunk, raw)
         if self._request.echoed and prompt is not None:
             piece.text = self._request.echoed + piece.text
-        says = piece.brings or odd or piece.finish_reason is not None
+        says = piece.brings or piece.finish_reason is not None
         if choice.over or (choice.finish_reason is not None and not says):
             return b""
         preamble = self._preamble(chunk, raw, choice, role) if role else b""
@@ -241,21 +241,19 @@ class Transcript:
         self._note_extra(chunk)
         if piece.finish_reason is not None and isinstance(chunk.get("usage"), dict):
             self._usage_chunk = {**chunk, "choices": []}  # some engines say it there
-        self._ids_known = self._ids_known and (named or not piece.brings) and not odd
+        self._ids_known = self._ids_known and (named or not piece.brings) and not piece.odd
         if new is None:
             self.gains += len(choice.ids) > known
             return preamble
-        self._parsed = self._parsed or new.parsed or odd
+        self._parsed = self._parsed or new.parsed
         if new.brings or new.finish_reason is not None:
             self.gains += 1
             self._client_has = True
-        return preamble + self._hand_out(chunk, raw, choice, new, odd)
+        return preamble + self._hand_out(chunk, raw, choice, new)
 
-    def _hand_out(
-        self, chunk: dict[str, Any], raw: dict[str, Any], choice: Choice, new: Piece, odd: bool
-    ) -> bytes:
+    def _hand_out(self, chunk: dict[str, Any], raw: dict[str, Any], choice: Choice, new: Piece) -> bytes:
         out = b""
-        said = new.text or new.parsed or new.logprobs or new.finish_reason or odd
+        said = new.text or new.parsed or new.logprobs or new.finish_reason
         if said or (new.ids and self._request.wants_ids):
             out = self._emit(chunk, raw, choice, new)
         self._keep(len(new.ids), choice)

@@ -184,9 +184,10 @@ async def test_an_engine_without_shim_serves_although_its_daemon_remembers_a_dea
     engine, daemon = await stage.engine(), await stage.daemon()
     client = await stage.router([engine], [daemon])
     health = client.context.registry["a"].health
-    daemon.say(state="dead")
+    daemon.say(state="dead", exact=("output",))
     await eventually(lambda: health.state == "down", "dead is believed")
     await eventually(lambda: health.state == "up", "what answers is used")
+    assert client.context.registry["a"].exact == frozenset(), "what the dead one could do is no promise"
     body = request(COMPLETIONS)
     assert_uninterrupted(await client.ask(COMPLETIONS, body), COMPLETIONS, body)
     assert health.daemon_state == "dead"

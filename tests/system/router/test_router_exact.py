@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from segue_core.messages.status import Exact
+from segue_router.takeover import Takeover
 from system.router.exact_engine import ExactEngine
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault, generate, text_of
@@ -328,3 +329,186 @@ async def test_a_finished_answer_never_ends_in_an_error(stage: Stage, headers: d
     assert answer.done
     assert answer.error is None
     assert answer.events[-1]["usage"]["completion_tokens"] == len(output)
+
+
+async def test_an_unstreamed_answer_that_differs_starts_again(stage: Stage) -> None:
+    """Nobody has anything of it: it is asked for anew instead of refused."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    for engine in engines:
+        engine.other_words = True
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die", after=5))
+    body = question(PATHS[0], stop=["zzz"], stream=False)
+    answer = await router.ask(PATHS[0], body)
+    _, output, _ = generate(PATHS[0], body)
+    assert answer.status == 200
+    assert answer.body["choices"][0]["text"] == text_of(output)
+    assert answer.body["usage"]["completion_tokens"] == len(output)
+
+
+@pytest.mark.parametrize(("first", "second"), [(ALL, ()), ((), ALL)])
+async def test_each_engine_gets_a_seed_only_if_it_can_repeat_draws(
+    stage: Stage, first: tuple[Exact, ...], second: tuple[Exact, ...]
+) -> None:
+    """A request that starts again elsewhere: some engines do not survive a seed (docs/seam.md)."""
+    engines, daemons = await able(stage, [first, second])
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die", after=0))
+    body = question(PATHS[0], temperature=0.7)
+    answer = await router.ask(PATHS[0], body, x_session_id=session_of("a"))
+    assert answer.done
+    assert [("seed" in engine.seen[0].body) for engine in engines] == ["seed" in first, "seed" in second]
+
+
+async def test_an_answer_that_is_not_streamed_gets_no_seed(stage: Stage) -> None:
+    """One that comes in one piece can only start again: it stays as it was asked for."""
+    (engine,), daemons = await able(stage, [ALL])
+    router = await stage.router([engine], daemons)
+    body = question(PATHS[0], temperature=0.7, n=2, stream=False)
+    assert (await router.ask(PATHS[0], body)).status == 200
+    assert "seed" not in engine.seen[0].body
+
+
+async def test_a_drained_answer_goes_where_its_replica_is(stage: Stage) -> None:
+    """Of two standbys the one that holds its KV, not the first."""
+    engines, daemons = await able(stage, [ALL, ALL, ALL])
+    engines[0].token_s = 0.01
+    daemons[2].watermark = 1000
+    router = await stage.router(engines, daemons)
+    body = question(PATHS[0], max_tokens=60)
+    asked = asyncio.create_task(router.ask(PATHS[0], body, x_session_id=session_of("a", "abc")))
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    assert await drain(router, "a") == 1
+    answer = await asked
+    (move,) = (await router.story(answer.seq)).moves
+    assert (answer.done, move.to) == (True, "c")
+
+
+async def test_an_answer_that_loses_its_way_out_stays(stage: Stage) -> None:
+    """The standby is drained too, while the first one's answer waits for its replica."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    engines[0].token_s = 0.01
+    router = await stage.router(engines, daemons)
+    body = question(PATHS[0], stop=["zzz"], max_tokens=200)
+    asked = asyncio.create_task(router.ask(PATHS[0], body, x_session_id=session_of("a")))
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    moving = asyncio.create_task(drain(router, "a"))
+    await asyncio.sleep(0.1)  # it waits for a replica that does not come
+    router.context.registry["b"].draining = True
+    assert await moving == 0
+    answer = await asked
+    assert (answer.done, answer.error) == (True, None)
+    assert (await router.story(answer.seq)).moves == ()
+
+
+async def test_an_answer_goes_back_to_a_drained_engine_rather_than_end(stage: Stage) -> None:
+    """It has moved, and its new engine dies; the old one is still there, and well."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    for engine in engines:
+        engine.token_s = 0.01
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    for daemon in daemons:
+        daemon.watermark = 1000
+    body = question(PATHS[0], stop=["zzz"], max_tokens=80)
+    asked = asyncio.create_task(router.ask(PATHS[0], body, x_session_id=session_of("a")))
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    assert await drain(router, "a") == 1
+    await eventually(lambda: engines[1].seen and engines[1].seen[0].sent_tokens > 3, "it goes on")
+    await engines[1].kill()
+    answer = await asked
+    _, output, _ = generate(PATHS[0], body)
+    assert (answer.done, answer.text) == (True, text_of(output))
+    assert [move.to for move in (await router.story(answer.seq)).moves] == ["b", "a"]
+    asked_anew = await router.ask(PATHS[0], body, x_session_id=session_of("a"))
+    assert asked_anew.status == 503, "but nothing new goes there"
+
+
+async def test_a_move_is_over_when_its_answer_is(stage: Stage) -> None:
+    """Nobody waits for the replica of an answer that has ended: others wait for that place."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    engines[0].token_s = 0.01
+    router = await stage.router(engines, daemons, timeouts={"failover_ms": 60_000})
+    asked = asyncio.create_task(router.ask(PATHS[0], question(PATHS[0]), x_session_id=session_of("a")))
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    async with asyncio.timeout(5):
+        assert await drain(router, "a") == 0
+    assert (await asked).done
+
+
+async def test_a_drain_leaves_alone_what_no_other_engine_could_hold(stage: Stage) -> None:
+    """The other one is well, but has another model behind the name: no answer is even stopped for it."""
+    engines = [ExactEngine(stage.faults), ExactEngine(stage.faults)]
+    for engine, root in zip(engines, ("one", "two"), strict=True):
+        engine.cards = [engine.cards[0] | {"root": root}]
+        engine.token_s = 0.01
+        await engine.start()
+        stage.stack.push_async_callback(engine.stop)
+    router = await stage.router([*engines])
+    asked = asyncio.create_task(
+        router.ask(PATHS[0], question(PATHS[0], max_tokens=60), x_session_id=session_of("a"))
+    )
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    assert await drain(router, "a") == 0
+    answer = await asked
+    assert answer.done
+    assert (await router.story(answer.seq)).moves == ()
+
+
+async def test_an_engine_with_the_shim_is_preferred(stage: Stage) -> None:
+    """The other standby holds the KV, but cannot know where text and ids end together: it would refuse."""
+    engines, daemons = await able(stage, [ALL, (), ALL])
+    for engine in engines:
+        engine.chunk_tokens = 2
+    engines[1].detokenizes = False
+    daemons[1].watermark = 1000
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die", after=6))
+    body = question(PATHS[1])
+    answer = await router.ask(PATHS[1], body, x_session_id=session_of("a", "abc"))
+    _, output, _ = generate(PATHS[1], body)
+    assert (answer.done, answer.text) == (True, text_of(output))
+    assert [len(engine.seen) for engine in engines] == [1, 0, 1]
+
+
+async def test_abilities_of_different_engines_do_not_add_up(stage: Stage) -> None:
+    """One continues output, another one draws: nobody both, and the client hears it at once."""
+    engines, daemons = await able(stage, [("output",), ("seed",)])
+    router = await stage.router(engines, daemons, timeouts={"failover_ms": 60_000}, failover=ELSEWHERE)
+    stage.faults.append(Fault("die", after=5))
+    answer = await router.ask(PATHS[0], question(PATHS[0], temperature=1, seed=3))
+    assert answer.error is not None
+    assert answer.error["code"] == "cannot_resume_seed"
+
+
+async def test_an_answer_between_two_engines_hears_that_the_router_stops(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine is left that could be told to give it up."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+
+    async def cut_off(*_: object) -> None:
+        router.context.cutting_off = True
+        for request in tuple(router.context.running):
+            request.stop()
+
+    monkeypatch.setattr(Takeover, "promote", cut_off)
+    stage.faults.append(Fault("die", after=5))
+    answer = await router.ask(PATHS[0], question(PATHS[0]))
+    assert answer.error is not None
+    assert (answer.done, answer.error["code"]) == (False, "router_stopping")
+
+
+async def test_a_drained_engine_gets_its_second_chance(stage: Stage) -> None:
+    """Nobody else could go on with its answer, so it stayed; when its connection breaks, it goes on there."""
+    engines, daemons = await able(stage, [ALL, ()])
+    engines[0].token_s = 0.01
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    stage.faults.append(Fault("die", after=15))
+    body = question(PATHS[0], stop=["zzz"])
+    asked = asyncio.create_task(router.ask(PATHS[0], body, x_session_id=session_of("a")))
+    await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    assert await drain(router, "a") == 0
+    answer = await asked
+    _, output, _ = generate(PATHS[0], body)
+    assert (answer.done, answer.text) == (True, text_of(output))

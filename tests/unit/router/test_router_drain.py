@@ -15,7 +15,7 @@ from segue_router.context import Context
 from segue_router.drain import Drains, Roll
 from segue_router.engine import Engine
 from segue_router.engines import Registry
-from segue_router.errors import ClientError
+from segue_router.errors import Cause, ClientError, UpstreamFailure
 from segue_router.metrics import Metrics
 from segue_router.settings import RouterSettings
 from segue_router.stories import Stories
@@ -240,3 +240,12 @@ async def test_an_engine_that_is_drained_is_offered_to_nobody(context: Context, 
     await drains.undrain(registry["b"])
     registry.check_open("only-b")
     assert len(registry.serving("m")) == 2
+
+
+@pytest.mark.parametrize("cause", ["drained", "router_stopping"])
+async def test_no_engine_is_blamed_for_what_is_done_on_purpose(context: Context, cause: Cause) -> None:
+    """An answer that was moved, or cut off because the router stops, says nothing of its engine."""
+    engine = context.registry["a"]
+    engine.health.probe_ok(0, began_ms=0)
+    context.registry.failed(engine, UpstreamFailure(cause, "on purpose"))
+    assert (engine.health.state, engine.health.failures) == ("up", 0)

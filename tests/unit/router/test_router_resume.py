@@ -263,6 +263,7 @@ def test_an_unstreamed_request_is_streamed_inside() -> None:
         request = parse_request(COMPLETIONS, body)
         assert request.mode == "whole"
         assert request.engine_body(None) == request.body
+    assert parse_request(CHAT, b'{"messages": [], "modalities": ["text", "audio"]}').mode == "whole"
 
 
 def test_the_clients_body_is_not_changed() -> None:
