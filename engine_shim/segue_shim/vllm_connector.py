@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 
-from segue_shim import vllm_compat, vllm_selftest, vllm_worker_state
+from segue_shim import vllm_compat, vllm_worker_state
 from segue_shim.exporter import Exporter
 from segue_shim.guard import contained, nothing
 from segue_shim.match_client import MatchClient
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from segue_core.messages.status import Exact
+
 logger = init_logger(__name__)
 
 
@@ -57,6 +59,8 @@ class SegueConnector(KVConnectorBase_V1):
         self._resumer: OutputResumer | None = None
         self._handshake: SegueHandshake | None = None
         self._unloaded: set[int] = set()
+        self._block_size = 1
+        self._cached_blocks = 0
         self._incarnation = 0
         vllm_compat.adopt_logging()
         if role is KVConnectorRole.WORKER:
@@ -102,10 +106,11 @@ class SegueConnector(KVConnectorBase_V1):
                 block_size=block_size,
                 options=options,
             )
+            self._block_size = block_size
             self._scheduler = SchedulerHalf(client, block_size, options, _flush(incarnation))
             self._resumer = OutputResumer(*vllm_compat.limits(vllm_config))
             return
-        exact, detail = vllm_selftest.verdict(vllm_config)
+        exact, detail = _self_test(vllm_config)
         self._handshake = SegueHandshake(exact)
         exporter = Exporter(
             extra.socket,
@@ -199,10 +204,11 @@ class SegueConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """What the workers can continue."""
         if self._resumer is not None:
-            self._resumer.enabled = bool(metadata) and all(
-                isinstance(worker, SegueHandshake) and "output" in worker.exact
+            workers = [
+                set(worker.exact) if isinstance(worker, SegueHandshake) else set()
                 for worker in metadata.values()
-            )
+            ]
+            self._resumer.can = set.intersection(*workers) if workers else set()
 
     @contained(nothing)
     def on_new_request(self, request: Request) -> None:
@@ -216,6 +222,7 @@ class SegueConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         if self._resumer is not None and not self._resumer.may_start(request):
             return None, False
+        self._cached_blocks = num_computed_tokens // self._block_size
         return self._matched_tokens(request, num_computed_tokens), False
 
     @contained(lambda: 0)
@@ -226,7 +233,8 @@ class SegueConnector(KVConnectorBase_V1):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            self._unloaded.update(vllm_compat.first_blocks(blocks))
+            # Not those of the prefix cache: others that run on them would be taken back, too.
+            self._unloaded.update(vllm_compat.first_blocks(blocks)[self._cached_blocks :])
         if self._resumer is not None:
             self._resumer.after_alloc(request, num_external_tokens)
         self._after_alloc(request, blocks, num_external_tokens)
@@ -276,6 +284,16 @@ class SegueConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
             IN_PROCESS.pop(self._incarnation, None)
+
+
+def _self_test(vllm_config: VllmConfig) -> tuple[tuple[Exact, ...], str]:
+    """Its verdict. It names more of vLLM than all the rest: what another version lacks costs this only."""
+    try:
+        from segue_shim import vllm_selftest
+    except ImportError as error:
+        logger.warning("segue: nothing can be continued exactly here: %s", error)
+        return (), f"output: {error}"
+    return vllm_selftest.verdict(vllm_config)
 
 
 def _flush(incarnation: int) -> Callable[[StepPlan], bool]:

@@ -28,7 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from segue_core.messages.request import PARAMS_KEY, SegueParams, choice_seq, parse_params
+from segue_core.messages.request import PARAMS_KEY, Delivered, SegueParams, choice_seq, parse_params
 from segue_shim.vllm_collector import SeparateCollector, separate
 from segue_shim.vllm_replay import pad, pieces
 
@@ -121,16 +121,14 @@ def prepare(request: EngineCoreRequest, index: int, choices: int) -> Replay | No
     params = parse_params(parameters.extra_args[_EXTRA])
     if params is None or request.resumable or request.prompt_token_ids is None:
         return None
-    if params.delivered and len(params.delivered) != choices:
-        return None  # the engine core ends it
     if choices > 1:
-        params = _of_choice(params, index)
+        params = _of_choice(params, index, choices)
         parameters = copy(parameters)  # shared between children
         transfer = parameters.extra_args[_EXTRA] | {PARAMS_KEY: msgspec.to_builtins(params)}
         parameters.extra_args = parameters.extra_args | {_EXTRA: transfer}
         request.sampling_params = parameters
-    if not params.delivered:
-        return None
+    if len(params.delivered) != 1:
+        return None  # nothing to say, or the engine core ends it
     (choice,) = params.delivered
     if not choice.ids and not choice.finish_reason:
         return None
@@ -152,16 +150,18 @@ def _carries(request: EngineCoreRequest) -> bool:
     return isinstance(transfer, dict) and PARAMS_KEY in transfer
 
 
-def _of_choice(params: SegueParams, index: int) -> SegueParams:
-    delivered = params.delivered[index : index + 1]
+def _of_choice(params: SegueParams, index: int, choices: int) -> SegueParams:
+    """If there are not as many parts as choices, nobody knows whose they are: the engine core ends all."""
+    fits = len(params.delivered) in (0, choices)
+    delivered = params.delivered[index : index + 1] if fits else [Delivered(), Delivered()]
     return msgspec.structs.replace(params, seq=choice_seq(params.seq, index), delivered=delivered)
 
 
 def _expect(processor: OutputProcessor, request: EngineCoreRequest, replay: Replay, queue: Any) -> None:
     if replay.finish is not None:
-        if not _known(processor, replay.ids):
-            logger.warning("segue: %s: an id outside the vocabulary was delivered", request.request_id)
-            return
+        if len(replay.ids) > request.sampling_params.max_tokens or not _known(processor, replay.ids):
+            logger.warning("segue: %s: ids that cannot be its answer were delivered", request.request_id)
+            return  # the engine core ends it
         _make_cheap(request)
     if replay.one_by_one and queue is not None:
         separate(queue)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
@@ -157,9 +157,26 @@ def _show_batch() -> None:
 
 
 def _show_front_end() -> None:
-    segue = {"seq": NAME, "epoch": 1, "delivered": [{"ids": DELIVERED}]}
+    wanted = [*DELIVERED, NEXT]
+    (output,) = _said(one_by_one=False)
+    (choice,) = output.outputs
+    _need(
+        list(choice.token_ids) == wanted and [next(iter(position)) for position in choice.logprobs] == wanted,
+        "the front end does not begin with what was delivered",
+    )
+    apart = [list(output.outputs[0].token_ids) for output in _said(one_by_one=True)]
+    _need(apart == [[token] for token in wanted], "the front end does not keep its outputs apart")
+
+
+def _said(one_by_one: bool) -> list[Any]:
+    """The outputs of a continued request, as an engine or, one by one, as a server gets them."""
+    segue = {"seq": NAME, "epoch": 1, "delivered": [{"ids": DELIVERED}], "one_by_one": one_by_one}
     params = SamplingParams(
-        max_tokens=8, logprobs=1, extra_args={"kv_transfer_params": {"segue": segue}}, detokenize=False
+        max_tokens=8,
+        logprobs=1,
+        extra_args={"kv_transfer_params": {"segue": segue}},
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
     )
     request = EngineCoreRequest(
         request_id=NAME,
@@ -174,18 +191,16 @@ def _show_front_end() -> None:
         external_req_id=NAME,
     )
     processor = OutputProcessor(None, log_stats=False)
-    processor.add_request(request, None)
+    queue = RequestOutputCollector(params.output_kind, NAME) if one_by_one else None
+    processor.add_request(request, None, queue=queue)
     stats = PrefillStats()
     stats.set(len(PROMPT) + len(DELIVERED), 0, 0)
     row = LogprobsLists(np.array([[NEXT, 1]]), np.zeros((1, 2), np.float32), np.ones(1, np.int64))
     output = EngineCoreOutput(NAME, [NEXT], new_logprobs=row, prefill_stats=stats)
-    (said,) = processor.process_outputs([output]).request_outputs
-    (choice,) = said.outputs
-    wanted = [*DELIVERED, NEXT]
-    _need(
-        list(choice.token_ids) == wanted and [next(iter(position)) for position in choice.logprobs] == wanted,
-        "the front end does not begin with what was delivered",
-    )
+    said: list[Any] = processor.process_outputs([output]).request_outputs
+    while queue is not None and (waiting := queue.get_nowait()) is not None:
+        said.append(waiting)
+    return said
 
 
 def _seed(vllm_config: VllmConfig) -> None:

@@ -18,13 +18,11 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker.gpu_input_batch import InputBatch
-
-from segue_shim.draws import Draw, RewindableGenerator, skip_exponentials, skip_integers
+from segue_shim.draws import Draw, RewindableGenerator, skip_integers
 from segue_shim.plan import unpack_u32
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 logger = logging.getLogger("segue_shim")
 
@@ -32,10 +30,11 @@ _WRAPPED = "_segue_wrapped"
 
 
 class WorkerState:
-    """What the wrapper must know of the current step. `skip`: how this engine's sampler draws."""
+    """What the wrapper must know of the current step. `skip`: how this engine's sampler draws, once the
+    self-test knows it; until then no request with a seed is continued."""
 
     def __init__(self) -> None:
-        self.skip: Draw | None = None
+        self.skip: Draw = skip_integers
         self._starting: dict[str, bytes] = {}
         self._seeded: list[tuple[CachedRequestState, int]] = []
         self._failed: set[int] = set()
@@ -63,8 +62,7 @@ class WorkerState:
             ids = unpack_u32(packed)
             request.output_token_ids[:] = ids
             if request.generator is not None:
-                skip = self.skip or _usual_draw(request.generator)
-                skip(request.generator, len(ids), batch.vocab_size)
+                self.skip(request.generator, len(ids), batch.vocab_size)
         generator = request.generator
         if generator is None:
             return
@@ -82,6 +80,8 @@ STATE = WorkerState()
 
 def install(state: WorkerState = STATE) -> None:
     """Wrap `InputBatch.add_request`; a second call changes nothing."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
     original: Any = InputBatch.add_request
     if getattr(original, _WRAPPED, False):
         return
@@ -103,10 +103,6 @@ def installed() -> bool:
     from vllm.v1.worker import gpu_model_runner
 
     return bool(getattr(gpu_model_runner.InputBatch.add_request, _WRAPPED, False))
-
-
-def _usual_draw(generator: Any) -> Draw:
-    return skip_integers if generator.device.type == "cpu" else skip_exponentials
 
 
 def _rewind(generator: Any, offset: int) -> None:

@@ -196,7 +196,18 @@ def wrong(asker: Asker) -> dict[str, Any]:
         "over, but no token": [{"ids": [1 << 30], "finish_reason": "stop"}],
     }
     report = {name: asker.ask(PROMPT, settings, delivered=delivered) for name, delivered in cases.items()}
-    return report | {"too long": asker.ask(prompt(2, 500), settings, delivered=[{"ids": [4] * 12}])}
+    report["too long"] = asker.ask(prompt(2, 500), settings, delivered=[{"ids": [4] * 12}])
+    report["over by a stop token"] = asker.ask(
+        PROMPT, settings | {"stop_token_ids": [5]}, delivered=[{"ids": [4, 5]}]
+    )
+    # Such a request never asks for cached KV, and vLLM would start it.
+    report["prompt_logprobs"] = asker.ask(
+        PROMPT, settings | {"prompt_logprobs": 1}, delivered=[{"ids": [4, 2048]}]
+    )
+    several = settings | {"n": 3, "temperature": 1.0}
+    for number, choice in enumerate(asker.choices(PROMPT, several, delivered=[{"ids": [4]}])):
+        report[f"too few choices {number}"] = choice
+    return report
 
 
 def left_behind(asker: Asker) -> dict[str, Any]:

@@ -62,6 +62,17 @@ def prefix_hits(asker: Asker) -> dict[str, Any]:
     return report
 
 
+def prompt_logprobs(asker: Asker) -> dict[str, Any]:
+    """Prompts that are complete before the last step of a prefill, and those that take one step."""
+    settings = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 1}
+    report = {}
+    for name, length, place in (("several steps", 50, 48), ("one step", 20, 20)):
+        whole = asker.ask(prompt(5, length), settings)
+        said = asker.ask(prompt(5, length), settings, delivered=[{"ids": whole["ids"][:place]}])
+        report[name] = [said["finish"], different(whole, said, place)]
+    return report
+
+
 def preemptions(asker: Asker) -> dict[str, Any]:
     """More answers at once than there are blocks for, some continued and some fresh."""
     places = [33, 5, 20, 60, 1, 40, 0, 0]
@@ -105,6 +116,7 @@ def main(model: str, folder: str) -> None:
     report = {
         "chunks": chunks(asker),
         "prefix_hits": prefix_hits(asker),
+        "prompt_logprobs": prompt_logprobs(asker),
         "preemptions": preemptions(asker),
     }
     Path(folder, "report.json").write_text(json.dumps(report))

@@ -83,7 +83,7 @@ def test_each_choice_is_continued_on_its_own(run: dict[str, Any]) -> None:
 
 def test_what_cannot_be_right_is_an_error(run: dict[str, Any]) -> None:
     """Whatever the parameters are, nothing is made up and the engine lives."""
-    assert len(run["wrong"]) == 10
+    assert len(run["wrong"]) == 15
     for name, answer in run["wrong"].items():
         assert (answer["finish"], answer["ids"]) == ("error", []), name
 
@@ -115,6 +115,12 @@ def test_a_prefix_cache_that_holds_what_was_delivered_is_used(tight: dict[str, A
     assert len(tight["prefix_hits"]) == 6
     for name, case in tight["prefix_hits"].items():
         assert case == {"different": [], "cached": 40 if name.endswith("60") else 32}, name
+
+
+def test_log_probabilities_of_a_prompt_do_not_kill_the_engine(tight: dict[str, Any]) -> None:
+    """vLLM asserts that they come with a token. Where they could come before one, the request is refused."""
+    assert tight["prompt_logprobs"]["several steps"] == ["error", ["ids", "text", "finish"]]
+    assert tight["prompt_logprobs"]["one step"] == ["length", []]
 
 
 def test_continued_answers_survive_preemption(tight: dict[str, Any]) -> None:

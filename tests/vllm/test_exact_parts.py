@@ -108,6 +108,18 @@ def test_every_choice_gets_its_own_part_of_shared_parameters(processor: Any) -> 
     assert all(child.sampling_params.extra_args["more"] == 2 for child in children)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_that_do_not_fit_the_choices_are_nobodys(processor: Any, parts: int) -> None:
+    """One part must not become the beginning of every choice: the engine core refuses more than one."""
+    from segue_shim.vllm_front_end import prepare
+
+    segue = {"seq": "s", "epoch": 1, "delivered": [{"ids": [8]}] * parts}
+    children = [core_request(f"{index}_a", segue) for index in range(3)]
+    assert [prepare(child, index, 3) for index, child in enumerate(children)] == [None] * 3
+    transfers = [child.sampling_params.extra_args["kv_transfer_params"] for child in children]
+    assert [len(transfer["segue"]["delivered"]) for transfer in transfers] == [2, 2, 2]
+
+
 def test_choices_of_a_first_run_are_protected_under_their_own_names(processor: Any) -> None:
     """Nothing is delivered yet; a single choice keeps what it came with."""
     from segue_shim.vllm_front_end import prepare
@@ -136,6 +148,16 @@ def test_a_choice_that_is_over_costs_the_engine_one_token(processor: Any) -> Non
     (choice,) = found.outputs
     assert (list(choice.token_ids), choice.finish_reason) == ([8, 9], "length")
     assert found.prompt_token_ids == PROMPT and len(choice.logprobs) == 2 and found.finished
+
+
+@pytest.mark.parametrize("ids", [[8] * 21, [1 << 30]])
+def test_a_choice_that_is_over_says_no_more_than_it_may(processor: Any, ids: list[int]) -> None:
+    """Longer than the request allows, or not of the vocabulary: left to the engine core, which refuses it."""
+    processor.tokenizer = SimpleNamespace(max_token_id=2047)
+    part = {"ids": ids, "finish_reason": "length"}
+    request = core_request("a", {"seq": "s", "epoch": 1, "delivered": [part]})
+    processor.add_request(request, None)
+    assert request.sampling_params.max_tokens == 20 and not processor.__dict__.get("_segue_replays")
 
 
 def test_parameters_that_are_not_understood_change_nothing(processor: Any) -> None:
@@ -338,6 +360,19 @@ def test_what_is_not_shown_is_not_offered(installed: None, changes: Any, exact: 
     assert found == exact and why in detail
 
 
+def test_another_vllm_costs_exact_continuation_only(monkeypatch: Any) -> None:
+    """A name that the self-test needs and does not find: the connector says so, and goes on."""
+    import sys
+
+    from segue_shim import vllm_connector
+
+    monkeypatch.delitem(sys.modules, "segue_shim.vllm_selftest", raising=False)
+    monkeypatch.delattr("segue_shim.vllm_selftest", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", None)
+    exact, detail = vllm_connector._self_test(config())
+    assert exact == () and "gpu_model_runner" in detail
+
+
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "exact", "why"),
     [
@@ -345,6 +380,7 @@ def test_what_is_not_shown_is_not_offered(installed: None, changes: Any, exact: 
         ("vllm_front_end", "installed", lambda: False, (), "plugin"),
         ("vllm_worker_state", "installed", lambda: False, (), "batch"),
         ("vllm_front_end", "_begin", lambda output, replay: [output], (), "front end"),
+        ("vllm_front_end", "separate", lambda collector: None, (), "apart"),
         ("vllm_worker_state", "unpack_u32", lambda packed: [1], (), "the batch does not"),
         ("draws", "WAYS", (), ("output", "grammar"), "the sampler draws"),
     ],

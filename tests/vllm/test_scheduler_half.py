@@ -177,6 +177,23 @@ def test_a_load_names_the_daemon_that_answered(half: Any, daemon: Daemon) -> Non
     assert plan.begun[0].computed == 4 and ids(plan.assigned) == [2, 3, 4, 5]
 
 
+def test_a_load_that_is_lost_does_not_void_the_blocks_of_others(half: Any) -> None:
+    """A hook failed: what was to be loaded is computed, and requests on the same cached prefix go on."""
+    from segue_shim.vllm_connector import SegueConnector
+
+    connector: Any = object.__new__(SegueConnector)
+    state = {"broken": False, "_scheduler": half, "_worker": None, "_resumer": None, "_block_size": BLOCK}
+    vars(connector).update(state, _unloaded=set(), _cached_blocks=0)
+    waiting = request("a", 20, resume=True)
+    connector.on_new_request(waiting)
+    assert connector.get_num_new_matched_tokens(waiting, 4) == (6, False)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],))
+    connector.update_state_after_alloc(waiting, blocks, 6)
+    half.build = half.close = None
+    metadata = connector.build_connector_meta(step(new={"a": ([1, 2, 3, 4, 5], 10)}, scheduled=10))
+    assert metadata.broken and metadata.awaited_blocks() == {2, 3, 4, 5}
+
+
 def test_the_last_token_is_never_loaded(half: Any, daemon: Daemon) -> None:
     """vLLM needs one to compute, and dies without."""
     daemon.tokens = 100
