@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from array import array
 from pathlib import Path
 
@@ -22,9 +23,13 @@ from segue_core.errors import ProtocolError
 from segue_core.messages.local import Match, Matched, Refused, Register, Release
 from segue_core.messages.status import DaemonStatus, EngineStatus, SequenceStatus, StoreStatus
 from segue_daemon.arena import Arena
+from segue_daemon.bucket import SharedBudget
 from segue_daemon.engine_host import EngineHost
+from segue_daemon.keeper import StoreKeeper
 from segue_daemon.link import Link
 from segue_daemon.local import Connection, LocalServer
+from segue_daemon.placement import Placement
+from segue_daemon.placer import Placer
 from segue_daemon.receiver import Receiver
 from segue_daemon.replicas import MatchResult, Wanted
 from segue_daemon.settings import DaemonSettings
@@ -33,7 +38,15 @@ from segue_daemon.supervise import Tasks, supervise
 
 log = structlog.get_logger()
 
-EXPIRE_S = 0.25
+
+def _placement(settings: DaemonSettings) -> Placement:
+    return Placement(
+        [peer.name for peer in settings.peers],
+        host=settings.labels.host or socket.gethostname()[:64],
+        zone=settings.labels.zone,
+        replicas=settings.replication.replicas,
+        grace_ns=settings.replication.replace_after_ms * 1_000_000,
+    )
 
 
 class Daemon:
@@ -46,21 +59,44 @@ class Daemon:
         self._tasks = Tasks()
         self._clock = clock or MonotonicClock()
         self._arena = Arena(settings.store.budget_bytes)
-        self.store = ReplicaStore(self._arena.bytes, lease_ns=settings.store.lease_ms * 1_000_000)
+        self.store = ReplicaStore(
+            self._arena.bytes,
+            lease_ns=settings.store.lease_ms * 1_000_000,
+            high_watermark=settings.store.high_watermark,
+            low_watermark=settings.store.low_watermark,
+            session_ttl_ns=settings.store.session_ttl_ms * 1_000_000,
+            verify=settings.store.verify,
+        )
+        self._keeper = StoreKeeper(settings.store, self.store, self._arena, self._clock)
+        placement = _placement(settings)
         self._context = zmq.asyncio.Context()
         self.receiver = Receiver(
             settings,
             self.incarnation,
             self.store,
-            self._arena.capacity,
             self._context,
             self._clock,
             self._replica_changed,
+            running=lambda: self.host.running,
+            host=placement.labels[0],
         )
         self.links: list[Link] = []
         self.host = EngineHost(settings, self._clock, self.links, self._tasks.spawn, self._tell_watchers)
+        budget = SharedBudget(settings.replication.max_bytes_per_s)
         for peer in settings.peers:
-            self.links.append(Link(peer, settings, self.incarnation, self._context, self._clock, self.host))
+            self.links.append(
+                Link(
+                    peer,
+                    settings,
+                    self.incarnation,
+                    self._context,
+                    self._clock,
+                    self.host,
+                    placement,
+                    budget,
+                )
+            )
+        self._placer = Placer(placement, self.host, self.links, self._clock)
         self._local = LocalServer(Path(settings.socket), self)
         self._watermark_waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._status_changed = asyncio.Event()
@@ -72,7 +108,8 @@ class Daemon:
         for link in self.links:
             self._tasks.spawn(supervise(f"link to {link.name}", link.run))
         self._tasks.spawn(supervise("progress", self.host.watch_progress))
-        self._tasks.spawn(supervise("leases", self._expire_leases))
+        self._tasks.spawn(supervise("placement", self._placer.run))
+        self._tasks.spawn(supervise("store", self._keeper.run))
         self.ready = True
 
     async def stop(self) -> None:
@@ -84,11 +121,6 @@ class Daemon:
         self.host.stop()
         self._context.destroy(linger=0)
         self._arena.close()
-
-    async def _expire_leases(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRE_S)
-            self.store.expire(self._clock.now_ns())
 
     # -- the engine ---------------------------------------------------------------------------
 
@@ -158,7 +190,7 @@ class Daemon:
                     await self._watermark_moves(seq)
         except TimeoutError:
             log.info("promoting without all tokens", seq=seq, held=self.held(seq), wanted=want_tokens)
-        watermark = self.store.promote(seq, epoch)
+        watermark = self.store.promote(seq, epoch, self._clock.now_ns())
         self.host.fence(seq, epoch)
         return watermark
 
@@ -228,16 +260,30 @@ class Daemon:
             ready=self.ready,
             engine=self.engine_status(),
             peers=tuple(link.status() for link in self.links),
-            store=StoreStatus(
-                budget_bytes=self._arena.capacity,
-                used_bytes=self.store.used_bytes,
-                cached_bytes=self.store.cached_bytes,
-                replicas=len(self.store.replicas),
-                leases=self.store.leases,
-                refused=self.store.refused,
-                corrupt=self.receiver.corrupt,
-                loaded_bytes=self.store.loaded_bytes,
-            ),
+            store=self._store_status(),
+            copies=self._placer.status(),
+        )
+
+    def _store_status(self) -> StoreStatus:
+        store = self.store
+        return StoreStatus(
+            budget_bytes=self._arena.capacity,
+            used_bytes=store.used_bytes,
+            cached_bytes=store.cached_bytes,
+            replicas=len(store.replicas),
+            leases=store.leases,
+            refused=store.refused,
+            corrupt=self.receiver.corrupt + store.poisoned,
+            loaded_bytes=store.loaded_bytes,
+            limit_bytes=store.budget.limit,
+            room_bytes=store.evictor.room_bytes,
+            hits=store.hits,
+            misses=store.misses,
+            evicted_cached_blocks=store.evictor.cached_blocks,
+            evicted_stale_replicas=store.evictor.stale_replicas,
+            evicted_live_replicas=store.evictor.live_replicas,
+            poisoned_blocks=store.poisoned,
+            scrubbed_bytes=self._keeper.scrubber.scrubbed_bytes,
         )
 
     def _tell_watchers(self) -> None:

@@ -50,6 +50,10 @@ class ExtentAllocator:
                 return offset
         return None
 
+    def extents(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of every free extent, in order."""
+        return list(zip(self._offsets, self._sizes, strict=True))
+
     def free(self, offset: int, nbytes: int) -> None:
         """Give back what `allocate` returned for the same `nbytes`."""
         need = rounded(nbytes)
@@ -97,6 +101,18 @@ class Arena:
             os.close(memory)
         self.capacity = capacity
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the host's memory that the arena takes."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the whole pages within a free extent to the host; they read as zeros until written again."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def close(self) -> None:
         """Let the memory go (engines that map it keep their mapping)."""

@@ -39,6 +39,8 @@ LIFELINE_CONFIRM_MS = 1_000
 ORPHAN_S = 60.0
 """A dead engine's sequences stay restorable at the peers this long."""
 FINGERPRINT_BYTES = 16
+MAX_RUNNING = 1 << 20
+"""More sequences than any engine runs: what a broken one claims is passed on no further."""
 
 
 class EngineHost:
@@ -68,6 +70,12 @@ class EngineHost:
     def live(self) -> EngineSession | None:
         """The session, if its engine lives."""
         return self.session if self.session is not None and not self.session.dead else None
+
+    @property
+    def running(self) -> int | None:
+        """Sequences that the living engine works on, by its own word; None without one."""
+        session = self.live
+        return min(session.ring.get(Word.RUNNING), MAX_RUNNING) if session is not None else None
 
     # -- coming and going ---------------------------------------------------------------------
 
@@ -158,8 +166,7 @@ class EngineHost:
         started_ns = self._clock.now_ns()
         try:
             async with asyncio.timeout(self._settings.timeouts.salvage_ms / 1000):
-                for link in self._links:
-                    await link.flushed(session)
+                await asyncio.gather(*(link.flushed(session) for link in self._links))
         except TimeoutError:
             log.warning("salvage ran out of time", engine=session.register.engine)
         finally:

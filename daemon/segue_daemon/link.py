@@ -1,16 +1,16 @@
 """A link to a peer: connects, ships deltas, takes answers, connects again.
 
 Control is a ZeroMQ DEALER, bulk a TCP connection of its own, so an ack never queues behind data. The
-link sends when there is credit and builds each delta only then. It holds no policy: what goes next is
-the shipment's planner's affair. Invariants: at most `window_bytes` are unacked; the engine's memory is
-never touched from here; a peer that does not answer within `peer_ms` is left, and tried again.
+link sends what its outbox gives it, and holds no policy: which sequences it carries is placement's affair,
+what goes next the planner's, how much the throttle's. Invariants: the engine's memory is never touched from
+here; a peer that does not answer within `peer_ms` is left, and tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
+from collections.abc import Iterable
 from typing import Protocol
 
 import structlog
@@ -18,14 +18,12 @@ import zmq
 import zmq.asyncio
 
 from segue_core.clock import Clock
-from segue_core.errors import ProtocolError, SegueError, Unavailable
+from segue_core.errors import SegueError, Unavailable
 from segue_core.framing import decode
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
     Ack,
-    BulkHello,
     Control,
-    Delta,
     End,
     Hello,
     Nack,
@@ -35,12 +33,16 @@ from segue_core.messages.peer import (
     Welcome,
 )
 from segue_core.messages.status import PeerStatus
+from segue_daemon.bucket import Bucket, SharedBudget, Throttle
+from segue_daemon.dial import greet, open_bulk, until_closed
 from segue_daemon.engine import EngineSession
+from segue_daemon.lag import LagMeter
 from segue_daemon.ledger import Changes
-from segue_daemon.placement import holder
+from segue_daemon.outbox import Outbox
+from segue_daemon.placement import Move, Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings
 from segue_daemon.shipment import Shipment
-from segue_daemon.wire import encode, send_bulk, tune
+from segue_daemon.wire import encode, send_bulk
 
 log = structlog.get_logger()
 
@@ -71,29 +73,33 @@ class Link:
         context: zmq.asyncio.Context,
         clock: Clock,
         engine: EngineSide,
+        placement: Placement,
+        budget: SharedBudget | None = None,
     ) -> None:
+        """`placement` and `budget` are shared by all links of the daemon; no budget: no limit."""
         self.name = peer.name
         self.connected = False
         self.detail = "not connected yet"
         self.sent_bytes = 0
         self.free_bytes = 0
+        self.lag = LagMeter()
         self._address = peer.control
         self._settings = settings
-        self._peers = tuple(peer.name for peer in settings.peers)
-        self._hello = Hello(PROTOCOL_VERSION, settings.name, incarnation)
+        self._placement = placement
+        self._hello = Hello(PROTOCOL_VERSION, settings.name, incarnation, *placement.labels)
         self._context = context
         self._clock = clock
         self._engine = engine
+        self._throttle = Throttle(peer.name, Bucket(peer.max_bytes_per_s), budget or SharedBudget(0))
+        self._alarm: asyncio.TimerHandle | None = None
         self._peer_incarnation = 0
-        self._shipments: dict[int, Shipment] = {}
+        self._outbox = Outbox(self._throttle)
+        self._shipments = self._outbox.shipments
         self._ends: dict[tuple[str, int], End] = {}
         self._wake = asyncio.Event()
         self._progressed = asyncio.Event()
-        self._number = 0
-        self._consumed = 0
-        self._window = 0
-        self._link_sent = 0
         self._heard_ns = 0
+        self._pinged: tuple[int, int] = (0, 0)
         self._logged = ""
 
     # -- what the daemon tells it -------------------------------------------------------------
@@ -105,21 +111,34 @@ class Link:
 
     def _shipment(self, session: EngineSession) -> Shipment:
         settings = self._settings.replication
-        # Two deltas fit the peer's window, so that one can be on its way while the other is acked.
-        delta_bytes = min(settings.delta_bytes, self._window // 2) if self._window else settings.delta_bytes
-        block_bytes = session.pages.geometry.block_bytes
-        if self._window and block_bytes > self._window:
+        delta_bytes = self._outbox.delta_bytes(settings.delta_bytes)
+        block_bytes, window = session.pages.geometry.block_bytes, self._outbox.window
+        if window and block_bytes > window:
             log.error(
                 "nothing can be replicated: a block is larger than the peer's window",
                 peer=self.name,
                 block_bytes=block_bytes,
-                window_bytes=self._window,
+                window_bytes=window,
                 hint="raise replication.window_bytes there",
             )
-        return Shipment(session, settings, delta_bytes, self._holds)
+        now_ns = self._clock.now_ns()
+        return Shipment(session, settings, delta_bytes, self._holds, self.lag, now_ns)
 
     def _holds(self, seq: str) -> bool:
-        return holder(seq, self._peers) == self.name
+        return self._placement.holds(seq, self.name)
+
+    def moved(self, session: EngineSession, moves: Iterable[Move]) -> None:
+        """Sequences of `session` changed holders: end here what went away, begin what came."""
+        shipment = self._shipments.get(session.incarnation)
+        if shipment is None:
+            return
+        for move in moves:
+            if self.name in move.dropped and (epoch := shipment.forget(move.seq)):
+                self._add_end(End(move.seq, epoch, session.incarnation))
+            elif self.name in move.added:
+                shipment.begin(move.seq, self._clock.now_ns())
+        self._wake.set()
+        self._progressed.set()
 
     def drop_engine(self, session: EngineSession) -> None:
         """Its memory is about to go."""
@@ -131,7 +150,7 @@ class Link:
         """The engine's ledger moved."""
         shipment = self._shipments.get(session.incarnation)
         if shipment is not None:
-            shipment.note(changes)
+            shipment.note(changes, self._clock.now_ns())
             self._wake.set()
 
     def end(self, session_incarnation: int, seq: str, epoch: int) -> None:
@@ -139,9 +158,14 @@ class Link:
         shipment = self._shipments.get(session_incarnation)
         if shipment is not None:
             shipment.forget(seq)
-        if len(self._ends) < MAX_PENDING_ENDS:
-            self._ends[seq, epoch] = End(seq, epoch, session_incarnation)
+        if not any(s.speaks_for(seq) for s in self._shipments.values()):
+            self._placement.forget(seq)
+        self._add_end(End(seq, epoch, session_incarnation))
         self._wake.set()
+
+    def _add_end(self, end: End) -> None:
+        if len(self._ends) < MAX_PENDING_ENDS:
+            self._ends[end.seq, end.epoch] = end
 
     def watermark(self, session: EngineSession, seq: str) -> int:
         """Tokens of `seq` verified at the peer."""
@@ -149,7 +173,12 @@ class Link:
         return shipment.watermark(seq) if shipment else 0
 
     async def flushed(self, session: EngineSession) -> None:
-        """Return when nothing of this engine is left to send or to be acked, or the link is down."""
+        """Send all there is of this engine, due or not. Return when nothing of it is left to send or to be
+        acked, or the link is down."""
+        last = self._shipments.get(session.incarnation)
+        if last is not None and last.session is session:
+            last.flush(self._clock.now_ns())
+            self._wake.set()
         while self.connected:
             shipment = self._shipments.get(session.incarnation)
             if shipment is None or shipment.session is not session or not shipment.lag_tokens():
@@ -160,6 +189,7 @@ class Link:
     def status(self) -> PeerStatus:
         """For people and for `/status`."""
         shipments = self._shipments.values()
+        now_ns = self._clock.now_ns()
         return PeerStatus(
             peer=self.name,
             address=self._address,
@@ -167,11 +197,16 @@ class Link:
             incarnation=self._peer_incarnation,
             sequences=sum(len(s.planner.progress) for s in shipments),
             lag_tokens=sum(s.lag_tokens() for s in shipments),
-            in_flight_bytes=self._link_sent - self._consumed if self.connected else 0,
+            lag_ms=round(max((s.lag_ms(now_ns) for s in shipments), default=0.0), 3),
+            in_flight_bytes=self._outbox.in_flight if self.connected else 0,
             sent_bytes=self.sent_bytes,
             acked_tokens=sum(p.acked for s in shipments for p in s.planner.progress.values()),
             torn_copies=sum(s.torn for s in shipments),
             free_bytes=self.free_bytes,
+            host=self._placement.peers[self.name].host,
+            zone=self._placement.peers[self.name].zone,
+            throttled_ms=self._throttle.waited_ns // 1_000_000,
+            throttled_bytes=self._throttle.deferred_bytes,
             detail=self.detail,
         )
 
@@ -203,14 +238,15 @@ class Link:
         bulk: socket.socket | None = None
         try:
             control.connect(f"tcp://{self._address}")
-            welcome = await self._greet(control)
-            bulk = await self._open_bulk(welcome)
+            peer_s = self._settings.timeouts.peer_ms / 1000
+            welcome = await greet(control, self._hello, name=self.name, address=self._address, peer_s=peer_s)
+            bulk = await open_bulk(self._hello, welcome, address=self._address, peer_s=peer_s)
             self._start_link(welcome)
             tasks = [
                 asyncio.create_task(self._ship(bulk)),
                 asyncio.create_task(self._listen(control)),
                 asyncio.create_task(self._keep_alive(control)),
-                asyncio.create_task(_until_closed(bulk)),
+                asyncio.create_task(until_closed(bulk)),
             ]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -223,56 +259,25 @@ class Link:
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             self.connected = False
+            self._placement.lost(self.name, self._clock.now_ns())
+            self._throttle.idle(self._clock.now_ns())
             control.close()
             if bulk is not None:
                 bulk.close()
 
-    async def _greet(self, control: zmq.asyncio.Socket) -> Welcome:
-        async with asyncio.timeout(self._settings.timeouts.peer_ms / 1000):
-            await control.send(encode(self._hello))
-            while True:
-                message = decode(await control.recv(), Control, peer=self.name)
-                if isinstance(message, Welcome):
-                    break
-        if message.version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"peer {self.name} speaks protocol {message.version}, this daemon {PROTOCOL_VERSION}",
-                hint="run one Segue release everywhere",
-            )
-        if message.name != self.name:
-            raise ProtocolError(
-                f"{self._address} is {message.name!r}, not {self.name!r}",
-                hint="check `peers` in the configuration",
-            )
-        return message
-
-    async def _open_bulk(self, welcome: Welcome) -> socket.socket:
-        host = self._address.rpartition(":")[0]
-        bulk = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        bulk.setblocking(False)
-        try:
-            async with asyncio.timeout(self._settings.timeouts.peer_ms / 1000):
-                await asyncio.get_running_loop().sock_connect(bulk, (host, welcome.bulk_port))
-                tune(bulk)
-                await send_bulk(bulk, BulkHello(self._hello.incarnation, welcome.ticket))
-        except BaseException:
-            bulk.close()
-            raise
-        return bulk
-
     def _start_link(self, welcome: Welcome) -> None:
         same_life = welcome.incarnation == self._peer_incarnation
         self._peer_incarnation = welcome.incarnation
-        self._window = welcome.window_bytes
-        self._consumed = self._link_sent = 0
+        self._outbox.opened(welcome.window_bytes)
         self._heard_ns = self._clock.now_ns()
         if same_life:
             for shipment in self._shipments.values():
-                shipment.reconnected()
+                shipment.reconnected(self._heard_ns)
         else:
             self._ends.clear()
             for incarnation, shipment in list(self._shipments.items()):
                 self._shipments[incarnation] = self._shipment(shipment.session)
+        self._placement.up(self.name, host=welcome.host, zone=welcome.zone)
         self.connected = True
         self.detail = ""
         self._logged = ""
@@ -284,50 +289,67 @@ class Link:
             await self._wake.wait()
             self._wake.clear()
             while self._ends:
-                await send_bulk(bulk, self._ends.pop(next(iter(self._ends))))
-            # A delta is at most half the window: with half of it free, the whole is never exceeded.
-            while self._link_sent - self._consumed <= self._window // 2:
-                ready = self._next_ready()
-                if ready is None:
+                end = self._ends.pop(next(iter(self._ends)))
+                self._throttle.take(await send_bulk(bulk, end), self._clock.now_ns())
+            while self._settings.replication.enabled:
+                ready = self._outbox.next(self._engine.drain, self._clock.now_ns())
+                if isinstance(ready, int):
+                    self._look_again(ready)
                     break
-                delta, payload = ready
-                sent = await send_bulk(bulk, delta, payload)
-                self._link_sent += sent
+                # Charged before it is sent: another link may ask for the rest of the budget meanwhile.
+                self._throttle.take(len(ready.payload), self._clock.now_ns())
+                sent = await send_bulk(bulk, ready.delta, ready.payload)
+                self._throttle.take(sent - len(ready.payload), self._clock.now_ns())
+                self._outbox.sent(sent)
                 self.sent_bytes += sent
                 if self._ends:
                     self._wake.set()
 
-    def _next_ready(self) -> tuple[Delta, memoryview] | None:
-        if not self._settings.replication.enabled:
-            return None
-        for shipment in self._shipments.values():
-            ready = shipment.next_delta(self._number + 1, self._engine.drain)
-            if ready is not None:
-                self._number += 1
-                return ready.delta, ready.payload
-        return None
+    def _look_again(self, in_ns: int) -> None:
+        """Wake the shipper after `in_ns`; 0: only when something happens."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if in_ns > 0:
+            self._alarm = asyncio.get_running_loop().call_later(in_ns / 1e9, self._wake.set)
 
     async def _listen(self, control: zmq.asyncio.Socket) -> None:
         while True:
             message = decode(await control.recv(), Control, peer=self.name)
             self._heard_ns = self._clock.now_ns()
             if isinstance(message, Ack | Nack):
-                self._consumed = min(max(self._consumed, message.consumed_bytes), self._link_sent)
+                self._outbox.consumed(message.consumed_bytes)
                 self._answered(message)
                 self._wake.set()
                 self._progressed.set()
             elif isinstance(message, Pong):
-                self.free_bytes = message.free_bytes
+                self._hear_room(message)
                 for shipment in self._shipments.values():
-                    shipment.retry_refused(message.free_bytes)
+                    shipment.retry_refused(message.free_bytes, self._heard_ns)
                 self._wake.set()
+
+    def _hear_room(self, pong: Pong) -> None:
+        self.free_bytes = pong.free_bytes
+        if pong.number == self._pinged[0]:
+            self.lag.breathe((self._heard_ns - self._pinged[1]) / 1e6)
+        self._placement.room(
+            self.name,
+            pong.free_bytes,
+            budget_bytes=pong.budget_bytes,
+            running=pong.running,
+            serving=pong.serving,
+            link_ms=self.lag.recent_ms,
+        )
 
     def _answered(self, message: Ack | Nack) -> None:
         for shipment in self._shipments.values():
             if isinstance(message, Ack):
-                shipment.acked(message)
+                shipment.acked(message, self._heard_ns)
+                self._placement.accepted(message.seq, self.name)
                 continue
-            shipment.nacked(message)
+            shipment.nacked(message, self._heard_ns)
+            if message.reason == NackReason.NO_ROOM and shipment.speaks_for(message.seq):
+                self._placement.refused(message.seq, self.name, shipment.need_bytes(message.seq))
             if message.reason == NackReason.FENCED:
                 self._engine.fence(message.seq, message.epoch + 1)
         if isinstance(message, Nack) and message.reason not in (NackReason.GAP, NackReason.KEY_UNKNOWN):
@@ -337,15 +359,9 @@ class Link:
         number = 0
         while True:
             number += 1
+            self._pinged = (number, self._clock.now_ns())
             await control.send(encode(Ping(number)))
             await asyncio.sleep(PING_S)
             silent_ms = (self._clock.now_ns() - self._heard_ns) // 1_000_000
             if silent_ms > self._settings.timeouts.peer_ms + 1000 * PING_S:
                 raise Unavailable(f"no answer for {silent_ms} ms")
-
-
-async def _until_closed(bulk: socket.socket) -> None:
-    """Return when the peer closes the bulk connection (it never sends on it)."""
-    loop = asyncio.get_running_loop()
-    with contextlib.suppress(ConnectionError):
-        await loop.sock_recv(bulk, 1)

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from segue_core.messages.status import PeerStatus
@@ -50,6 +55,8 @@ class DaemonCollector(Collector):
             ("segue_store_cached_bytes", "Bytes of blocks that no replica uses", store.cached_bytes),
             ("segue_store_replicas", "Sequences held for peers", store.replicas),
             ("segue_store_leases", "Loads under way", store.leases),
+            ("segue_store_limit_bytes", "What the host's memory leaves of the budget", store.limit_bytes),
+            ("segue_store_room_bytes", "Room for replicas that are not here yet", store.room_bytes),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
@@ -62,10 +69,39 @@ class DaemonCollector(Collector):
             ("segue_journal_broken", "Times the journal was unreadable", engine.journal_broken),
             ("segue_store_refused", "Deltas not taken", store.refused),
             ("segue_loaded_bytes", "Bytes of replicas that the engine here took over", store.loaded_bytes),
-            ("segue_store_corrupt", "Deltas with a wrong checksum", store.corrupt),
+            ("segue_store_corrupt", "Wrong checksums: of deltas, and of blocks held here", store.corrupt),
+            (
+                "segue_store_poisoned_blocks",
+                "Blocks held here that changed by themselves",
+                store.poisoned_blocks,
+            ),
+            ("segue_store_scrubbed_bytes", "Bytes compared with their checksums", store.scrubbed_bytes),
+            ("segue_store_hits", "Full blocks that engines asked for and got", store.hits),
+            ("segue_store_misses", "Full blocks that engines asked for in vain", store.misses),
         ):
             yield CounterMetricFamily(name, text, value=value)
+        evicted = CounterMetricFamily(
+            "segue_store_evicted", "Given up for room: blocks of cache, else replicas", labels=["class"]
+        )
+        evicted.add_metric(["cached"], store.evicted_cached_blocks)
+        evicted.add_metric(["stale"], store.evicted_stale_replicas)
+        evicted.add_metric(["live"], store.evicted_live_replicas)
+        yield evicted
+        for name, text, value in (
+            ("segue_copies_wanted", "Replicas that the engine's sequences should have", status.copies.wanted),
+            ("segue_copies_achieved", "Replicas that a connected peer holds", status.copies.achieved),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        yield CounterMetricFamily(
+            "segue_sequences_replaced", "Sequences that moved to other peers", value=status.copies.moves
+        )
         yield from _peers(status.peers)
+        lag = HistogramMetricFamily(
+            "segue_peer_lag_ms", "Time from a token's commit here to its ack there", labels=["peer"]
+        )
+        for link in self._daemon.links:
+            lag.add_metric([link.name], buckets=link.lag.cumulative(), sum_value=link.lag.sum_ms)
+        yield lag
 
 
 def _peers(peers: Sequence[PeerStatus]) -> Iterator[Metric]:
@@ -75,9 +111,17 @@ def _peers(peers: Sequence[PeerStatus]) -> Iterator[Metric]:
     torn = CounterMetricFamily(
         "segue_peer_torn_copies", "Copies thrown away: a block was reassigned", labels=["peer"]
     )
+    throttled = CounterMetricFamily(
+        "segue_peer_throttled_ms", "Time spent waiting for the bandwidth budget", labels=["peer"]
+    )
+    deferred = CounterMetricFamily(
+        "segue_peer_throttled_bytes", "Bulk bytes that had to wait for it", labels=["peer"]
+    )
     for peer in peers:
         connected.add_metric([peer.peer], float(peer.connected))
         lag.add_metric([peer.peer], peer.lag_tokens)
         sent.add_metric([peer.peer], peer.sent_bytes)
         torn.add_metric([peer.peer], peer.torn_copies)
-    yield from (connected, lag, sent, torn)
+        throttled.add_metric([peer.peer], peer.throttled_ms)
+        deferred.add_metric([peer.peer], peer.throttled_bytes)
+    yield from (connected, lag, sent, torn, throttled, deferred)

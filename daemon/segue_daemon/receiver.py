@@ -2,8 +2,8 @@
 
 Owns the control ROUTER and the bulk listener. Each payload goes straight to where it will stay, is
 verified there, and counts only then. Invariants: a delta without a greeted writer, larger than the
-window, with a wrong checksum or a low epoch changes nothing; replicas of a writer that was not heard of for
-`ORPHAN_S` go.
+window, with a wrong checksum or a low epoch changes nothing; a writer is told what the store gave up of its
+replicas; replicas of a writer that was not heard of for `ORPHAN_S` go.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
@@ -40,11 +39,12 @@ from segue_core.messages.peer import (
 )
 from segue_core.service import LISTEN_HINT, listen_problem
 from segue_daemon.arena import Bytes
-from segue_daemon.replicas import Refusal, Reservation
+from segue_daemon.replicas import Loss, Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.supervise import Tasks, supervise
 from segue_daemon.wire import encode, recv_bulk_header, recv_into, tune
+from segue_daemon.writers import Losses, Lost, Writer
 
 log = structlog.get_logger()
 
@@ -53,31 +53,10 @@ WATCH_S = 0.5
 SILENT_PERIODS = 5
 """A writer pings twice a second; silent for so many times `peer_ms`, its link is over."""
 MAX_WRITERS = 1024
+MAX_LOSSES = 10_000
+"""Losses that writers have not been told of yet."""
 FRAME_DEADLINE_S = 30.0
 DRAIN_CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A writer whose link ended at `since_ns`. `untouched_only`: it is back in another life, and only
-    replicas that it has not mentioned since are given up."""
-
-    incarnation: int
-    since_ns: int
-    untouched_only: bool
-
-
-@dataclass(eq=False)
-class Writer:
-    """A peer daemon that writes to us."""
-
-    name: str
-    identity: bytes
-    incarnation: int
-    ticket: int
-    heard_ns: int
-    consumed: int = 0
-    bulk: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Receiver:
@@ -88,21 +67,25 @@ class Receiver:
         settings: DaemonSettings,
         incarnation: int,
         store: ReplicaStore,
-        capacity: int,
         context: zmq.asyncio.Context,
         clock: Clock,
         changed: Callable[[str], None],
+        running: Callable[[], int | None] = lambda: 0,
+        host: str = "",
     ) -> None:
-        """`changed` is called with the name of each sequence whose watermark moved."""
+        """`running`: sequences that the engine here works on, None without a living one; `host`: the label
+        that peers are told. `changed` is called with the name of each sequence whose watermark moved. Hears
+        of the store's losses from now on, to tell the writers."""
         self._orphan_ns = int(ORPHAN_S * 1e9)
         self.corrupt = 0
         self.control_port = 0
         self._settings = settings
         self._incarnation = incarnation
         self._store = store
-        self._capacity = capacity
         self._clock = clock
         self._changed = changed
+        self._running = running
+        self._host = host
         self._control = context.socket(zmq.ROUTER)
         self._control.linger = 0
         self._control.router_mandatory = True
@@ -112,7 +95,10 @@ class Receiver:
         self._bulk_port = 0
         self._writers: dict[bytes, Writer] = {}
         self._lost: dict[str, Lost] = {}
+        self._losses = Losses(MAX_LOSSES)
+        self._telling = False
         self._tasks = Tasks()
+        store.on_loss = self._note_loss
 
     async def start(self) -> None:
         """Bind both listeners. Raises StartupError if an address cannot be used."""
@@ -162,8 +148,10 @@ class Receiver:
                 elif isinstance(message, Ping):
                     if identity in self._writers:
                         self._writers[identity].heard_ns = self._clock.now_ns()
-                    free = self._capacity - self._store.used_bytes + self._store.cached_bytes
-                    await self._reply(identity, Pong(message.number, free))
+                    room, budget = self._store.evictor.room_bytes, self._store.budget.limit
+                    running = self._running()
+                    pong = Pong(message.number, room, budget, running or 0, running is not None)
+                    await self._reply(identity, pong)
                 else:
                     raise ProtocolError(f"control: {type(message).__name__} makes no sense here")
             except ProtocolError as error:
@@ -194,13 +182,31 @@ class Receiver:
                 bulk_port=self._bulk_port,
                 window_bytes=self._settings.replication.window_bytes,
                 ticket=self._writers[identity].ticket if identity in self._writers else 0,
+                host=self._host,
+                zone=self._settings.labels.zone,
             ),
         )
+        await self._tell_losses()
 
     async def _reply(self, identity: bytes, message: Welcome | Pong | Ack | Nack) -> None:
         """Answer; a peer that is gone or does not read is not waited for."""
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             await self._control.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
+
+    def _note_loss(self, loss: Loss) -> None:
+        self._losses.add(loss)
+        if not self._telling:
+            self._telling = True
+            self._tasks.spawn(self._tell_losses())
+
+    async def _tell_losses(self) -> None:
+        """Tell writers what the store gave up of their replicas; who is away hears it when it is back."""
+        self._telling = False
+        for writer in list(self._writers.values()):
+            for loss in self._losses.take(writer.name):
+                log.debug("replica given up", peer=loss.writer, seq=loss.seq, reason=loss.reason.name)
+                nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.consumed)
+                await self._reply(writer.identity, nack)
 
     def _forget(self, writer: Writer) -> None:
         """This link is over; the peer may be back under another."""

@@ -1,17 +1,20 @@
-"""What the replica store keeps and says: replicas, reservations, leases, refusals. Plain data."""
+"""What the replica store keeps and says: replicas, reservations, refusals, losses. Plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue_core.content_key import TOKEN_BYTES
+import numpy as np
+
+from segue_core.content_key import TOKEN_BYTES, block_key, root_key
 from segue_core.messages.peer import Delta, NackReason, Part
+from segue_daemon.arena import rounded
 from segue_daemon.blocks import Block
 
 
 @dataclass(eq=False)
 class Replica:
-    """A peer's sequence. `blocks` cover the first `watermark` tokens."""
+    """A peer's sequence. `blocks` cover the first `watermark` tokens. `busy`: deltas on their way to it."""
 
     seq: str
     epoch: int
@@ -25,11 +28,29 @@ class Replica:
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     touched_ns: int = 0
+    busy: int = 0
 
     @property
     def watermark(self) -> int:
         """Tokens held and verified."""
         return len(self.token_ids) // TOKEN_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arena that its blocks take, shared ones included."""
+        return len(self.blocks) * rounded(self.block_bytes)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something that the store had to give up of a replica; its `writer` must hear that only `watermark`
+    tokens are left. `reason`: NO_ROOM (evicted) or CORRUPT (a block changed in memory)."""
+
+    writer: str
+    seq: str
+    epoch: int
+    watermark: int
+    reason: NackReason
 
 
 @dataclass(frozen=True)
@@ -50,16 +71,7 @@ class Reservation:
     replica: Replica
     targets: list[tuple[Part, Block | None]]
     fresh: bool
-
-
-@dataclass(eq=False)
-class Lease:
-    """Blocks pinned for an engine that loads them, until `deadline_ns`."""
-
-    number: int
-    seq: str
-    blocks: list[Block]
-    deadline_ns: int
+    open: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,3 +120,30 @@ def holds_kv_of(replica: Replica, wanted: Wanted) -> bool:
     """Whether the blocks of `replica` are of the kind that `wanted` asks for; ids are compared elsewhere."""
     names = ("fingerprint", "salt", "block_size", "block_bytes")
     return all(getattr(replica, name) == getattr(wanted, name) for name in names)
+
+
+def common_prefix(ours: bytearray, theirs: bytes) -> int:
+    """Tokens on which two packed id lists agree from the start."""
+    length = min(len(ours), len(theirs))
+    if ours[:length] == theirs[:length]:
+        return length // TOKEN_BYTES
+    left = np.frombuffer(bytes(ours[:length]), "<u4")
+    right = np.frombuffer(theirs[:length], "<u4")
+    return int(np.argmax(left != right))
+
+
+def keys_fit(replica: Replica, delta: Delta) -> bool:
+    """Whether the keys of sealed parts follow from the ids; notes them in the replica's chain."""
+    size = delta.block_size * TOKEN_BYTES
+    position = delta.base // delta.block_size
+    ids = bytes(replica.token_ids[position * size :]) + delta.token_ids
+    del replica.keys[position:]
+    parent = replica.keys[-1] if replica.keys else root_key(replica.fingerprint, replica.salt)
+    for number, part in enumerate(delta.parts):
+        if not part.key:
+            continue
+        parent = block_key(parent, ids[number * size : (number + 1) * size])
+        if parent != part.key:
+            return False
+        replica.keys.append(parent)
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ from segue_core.settings import Settings, check_unique
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
@@ -36,21 +37,57 @@ class PeerSettings(Settings, frozen=True):
 
     name: Name
     control: Annotated[str, msgspec.Meta(pattern=r"^[^:\s]+:\d{1,5}$")]
+    max_bytes_per_s: Bytes = 0
+    """Bandwidth to this peer; 0: no limit but the daemon's own."""
+
+
+class LabelSettings(Settings, frozen=True):
+    """Where this daemon runs, for its peers: replicas go to another host, and if possible to another zone."""
+
+    host: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """What fails together with this daemon; empty: the machine's host name."""
+    zone: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """What fails together beyond the host: a rack, a power feed, a zone; empty: none."""
 
 
 class StoreSettings(Settings, frozen=True):
     """Room for peers' replicas, allocated and touched at start-up."""
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 46)] = 1 << 30
+    high_watermark: Fraction = 0.95
+    """Past this fraction of the budget things are given up, down to `low_watermark`."""
+    low_watermark: Fraction = 0.85
+    """Up to this fraction new replicas are taken in; above it only those that are here grow."""
+    session_ttl_ms: Annotated[int, msgspec.Meta(ge=0, le=86_400_000)] = 600_000
+    """A replica to which nothing happened for so long goes before live ones do; 0: never."""
+    min_host_free_bytes: Bytes = 0
+    """Replicas give way when the host has less memory available; 0: they keep their budget."""
+    verify: Literal["always", "load", "off"] = "load"
+    """When sealed blocks are compared with their checksums, beside the scrubber."""
+    scrub_bytes_per_s: Bytes = 16 << 20
+    """How fast sealed blocks are looked through for changes in memory; 0: not at all."""
     lease_ms: Milliseconds = 10_000
     """How long blocks stay put for an engine that is loading them."""
+
+    def __post_init__(self) -> None:
+        if self.low_watermark > self.high_watermark:
+            raise ConfigError("`store.low_watermark` is above `store.high_watermark`")
 
 
 class ReplicationSettings(Settings, frozen=True):
     """What is sent to peers and when."""
 
     enabled: bool = True
-    sync_every_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    sync_every_tokens: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 1
+    """A decode tail is sent when so many tokens are unsent, and whenever a block is full. 0: only by time."""
+    sync_every_ms: Annotated[int, msgspec.Meta(ge=0, le=3_600_000)] = 0
+    """And when its oldest unsent token is so old. 0: only by count."""
+    max_bytes_per_s: Bytes = 0
+    """Bandwidth to all peers together; 0: no limit."""
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=8)] = 1
+    """Copies of each sequence, each at another peer."""
+    replace_after_ms: Milliseconds = 2_000
+    """A peer that is gone this long is given up: its sequences go to others."""
     delta_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 30)] = 8 << 20
     """Most payload of one delta; bounds how long anything waits behind it."""
     window_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 32)] = 64 << 20
@@ -58,6 +95,10 @@ class ReplicationSettings(Settings, frozen=True):
     shadow_bytes: Bytes = 256 << 20
     """Memory for copies of what peers have of tail blocks."""
     max_sequences: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 20_000
+
+    def __post_init__(self) -> None:
+        if not self.sync_every_tokens and not self.sync_every_ms:
+            raise ConfigError("`replication`: sync_every_tokens and sync_every_ms cannot both be 0")
 
 
 class TimeoutSettings(Settings, frozen=True):
@@ -81,6 +122,7 @@ class DaemonSettings(Settings, frozen=True):
     http: HttpSettings = HttpSettings()
     listen: ListenSettings = ListenSettings()
     peers: tuple[PeerSettings, ...] = ()
+    labels: LabelSettings = LabelSettings()
     store: StoreSettings = StoreSettings()
     replication: ReplicationSettings = ReplicationSettings()
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -1,7 +1,9 @@
 """What one peer gets of one engine life: planner and differ together, and how answers move them.
 
-No sockets: the link asks `next_delta` when it can send, and reports acks and nacks. Invariant: a delta
-is handed out only if every block it was copied from still belonged to its sequence after the copy.
+No sockets, no clock: the link asks `next_delta` when it can send, reports acks and nacks, and says what time
+it is. Invariants: a delta is handed out only if every block it was copied from still belonged to its sequence
+after the copy; only answers to what was sent since the sequence began here count; a delta of changed words is
+built only where it is sure what the peer has.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from segue_core.messages.peer import Ack, Delta, Nack, NackReason
 from segue_daemon.differ import Differ
 from segue_daemon.engine import EngineSession
+from segue_daemon.lag import LagMarks, LagMeter
 from segue_daemon.ledger import Changes, Sequence
 from segue_daemon.planner import Planner
 from segue_daemon.settings import ReplicationSettings
@@ -34,9 +37,11 @@ class Shipment:
         settings: ReplicationSettings,
         delta_bytes: int,
         holds: Callable[[str], bool],
+        lag: LagMeter | None = None,
+        now_ns: int = 0,
     ) -> None:
-        """`holds(seq)`: whether this peer is to have a replica of `seq`. `delta_bytes`: most payload of one
-        delta, unless a single block is larger."""
+        """`holds(seq)`: whether this peer is to have a replica of `seq` (placement says). `delta_bytes`: most
+        payload of one delta, unless a single block is larger. `lag`: where the peer's lag is counted."""
         geometry = session.pages.geometry
         per_token = max(1, geometry.block_bytes // geometry.block_size)
         self.session = session
@@ -44,6 +49,8 @@ class Shipment:
             block_size=geometry.block_size,
             sync_every_tokens=settings.sync_every_tokens,
             delta_tokens=delta_bytes // per_token,
+            sync_every_ms=settings.sync_every_ms,
+            token_bytes=per_token,
         )
         self.differ = Differ(
             session.ledger,
@@ -53,27 +60,62 @@ class Shipment:
             shadow_bytes=settings.shadow_bytes,
         )
         self.torn = 0
+        self.lag = LagMarks(lag or LagMeter())
         self._holds = holds
+        self._newest = 0
+        self._first_sent: dict[str, int] = {}
+        self._unsure: dict[str, int] = {}
+        """Rewound sequences: the peer may take any delta up to this number, on top of what is sent now."""
         self._last_sent: dict[str, int] = {}
         self._rewound_at: dict[str, int] = {}
         self._rewinds: dict[str, int] = {}
         for sequence in self._placed():
-            self.planner.note(sequence)
+            self._note(sequence, now_ns)
 
     def _placed(self) -> list[Sequence]:
         return [s for s in self.session.ledger.sequences.values() if self._holds(s.seq)]
 
-    def note(self, changes: Changes) -> None:
+    def note(self, changes: Changes, now_ns: int = 0) -> None:
         """The ledger moved."""
         for seq in changes.grown:
             sequence = self.session.ledger.sequences.get(seq)
             if sequence is not None and self._holds(seq):
-                self.planner.note(sequence)
+                self._note(sequence, now_ns)
 
-    def next_delta(self, number: int, drain: Callable[[], None]) -> Ready | None:
+    def _note(self, sequence: Sequence, now_ns: int) -> None:
+        before = self.planner.progress.get(sequence.seq)
+        self.planner.note(sequence, now_ns)
+        progress = self.planner.progress[sequence.seq]
+        if progress is not before:
+            self.lag.forget(sequence.seq)
+        if not progress.stopped and not sequence.fenced:
+            self.lag.grew(sequence.seq, progress.acked, sequence.shippable, now_ns)
+
+    def begin(self, seq: str, now_ns: int) -> None:
+        """This peer is to hold `seq` from now on: send it from its start."""
+        sequence = self.session.ledger.sequences.get(seq)
+        if sequence is not None:
+            self._note(sequence, now_ns)
+
+    def speaks_for(self, seq: str) -> bool:
+        """Whether the engine lives and has `seq`."""
+        return not self.session.dead and seq in self.session.ledger.sequences
+
+    def need_bytes(self, seq: str) -> int:
+        """What a copy of `seq` takes at a peer."""
+        sequence = self.session.ledger.sequences.get(seq)
+        return len(sequence.blocks) * self.differ.block_bytes if sequence is not None else 0
+
+    def flush(self, now_ns: int) -> None:
+        """From now on everything is sent at once, whatever the sync rules say."""
+        self.planner.flush()
+        for sequence in self._placed():
+            self._note(sequence, now_ns)
+
+    def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
         """Build the next delta. `drain` is called after the copy: it must apply the journal."""
         while True:
-            plan = self.planner.next(self.session.ledger.sequences.get)
+            plan = self.planner.next(self.session.ledger.sequences.get, now_ns)
             if plan is None:
                 return None
             sequence = self.session.ledger.sequences[plan.seq]
@@ -86,31 +128,43 @@ class Shipment:
                 self.differ.discard(built)
                 continue
             self.differ.accept(built)
-            self._last_sent[plan.seq] = number
-            self.planner.sent(sequence, built.upto)
+            if plan.seq in self._unsure:
+                self.differ.rewind(plan.seq)
+            self._newest = self._last_sent[plan.seq] = number
+            self._first_sent.setdefault(plan.seq, number)
+            self.planner.sent(sequence, built.upto, now_ns, len(built.payload))
             return Ready(built.delta, built.payload)
 
-    def acked(self, ack: Ack) -> None:
+    def acked(self, ack: Ack, now_ns: int = 0) -> None:
         """The peer verified up to a watermark."""
         progress = self.planner.progress.get(ack.seq)
-        if progress is None or progress.epoch != ack.epoch:
+        if progress is None or progress.epoch != ack.epoch or not self._is_answer(ack):
             return
+        if ack.number > self._unsure.get(ack.seq, ack.number):
+            del self._unsure[ack.seq]
         before = progress.acked
         self._rewinds.pop(ack.seq, None)
         self.planner.acked(ack.seq, ack.epoch, ack.watermark)
+        self.lag.acked(ack.seq, progress.acked, now_ns)
         sequence = self.session.ledger.sequences.get(ack.seq)
         if sequence is not None:
             size = self.session.pages.geometry.block_size
             self.differ.hold(sequence.keys[before // size : progress.acked // size])
 
-    def nacked(self, nack: Nack) -> None:
+    def _is_answer(self, message: Ack | Nack) -> bool:
+        """Whether `message` answers what was sent since the sequence began here (0: it answers nothing)."""
+        return message.number == 0 or message.number >= self._first_sent.get(message.seq, message.number + 1)
+
+    def nacked(self, nack: Nack, now_ns: int = 0) -> None:
         """The peer dropped a delta: start again from what it has, or stop."""
         progress = self.planner.progress.get(nack.seq)
         sequence = self.session.ledger.sequences.get(nack.seq)
         if progress is None or progress.epoch != nack.epoch or sequence is None:
             return
+        if not self._is_answer(nack):
+            return
         if nack.reason in STOPPING:
-            self.planner.stop(nack.seq, nack.epoch, nack.reason.name.lower())
+            self._stop(nack, nack.reason.name.lower())
             self.differ.forget(nack.seq)
             return
         if nack.number <= self._rewound_at.get(nack.seq, 0):
@@ -120,22 +174,27 @@ class Shipment:
         self._rewound_at[nack.seq] = self._last_sent.get(nack.seq, 0)
         self._rewinds[nack.seq] = self._rewinds.get(nack.seq, 0) + 1
         if self._rewinds[nack.seq] > MAX_REWINDS:
-            self.planner.stop(nack.seq, nack.epoch, RETRY_LATER)
+            self._stop(nack, RETRY_LATER)
             return
-        self.rewind(sequence, nack.watermark)
+        self.rewind(sequence, nack.watermark, now_ns)
 
-    def rewind(self, sequence: Sequence, watermark: int) -> None:
+    def _stop(self, nack: Nack, reason: str) -> None:
+        self.planner.stop(nack.seq, nack.epoch, reason, nack.watermark)
+        self.lag.forget(nack.seq)
+
+    def rewind(self, sequence: Sequence, watermark: int, now_ns: int = 0) -> None:
         """Send `sequence` again from `watermark`."""
+        self._unsure[sequence.seq] = self._newest
         self.differ.rewind(sequence.seq)
-        self.planner.rewind(sequence, watermark)
+        self.planner.rewind(sequence, watermark, now_ns)
 
-    def reconnected(self) -> None:
+    def reconnected(self, now_ns: int = 0) -> None:
         """A new link to the same life of the peer: what was not acked may be lost, what was is there."""
         for sequence in self._placed():
             progress = self.planner.progress.get(sequence.seq)
-            self.rewind(sequence, progress.acked if progress else 0)
+            self.rewind(sequence, progress.acked if progress else 0, now_ns)
 
-    def retry_refused(self, free_bytes: int) -> None:
+    def retry_refused(self, free_bytes: int, now_ns: int = 0) -> None:
         """Called at each sign of life with the peer's room: try again what it refused for now."""
         retried = 0
         for seq, progress in list(self.planner.progress.items()):
@@ -145,32 +204,44 @@ class Shipment:
             if progress.stopped == NO_ROOM and free_bytes < self.differ.block_bytes:
                 continue
             progress.stopped = ""
-            self.rewind(sequence, progress.acked)
+            self.rewind(sequence, progress.acked, now_ns)
+            self._note(sequence, now_ns)
             retried += 1
             if retried == MAX_RETRIES_AT_ONCE:
                 return
 
-    def forget(self, seq: str) -> bool:
-        """The sequence is over; whether the peer has something of it."""
+    def forget(self, seq: str) -> int:
+        """The sequence is over, or is held elsewhere; the epoch of what the peer has of it, 0 if nothing."""
         self.differ.forget(seq)
+        self.lag.forget(seq)
+        self._first_sent.pop(seq, None)
+        self._unsure.pop(seq, None)
         self._last_sent.pop(seq, None)
         self._rewound_at.pop(seq, None)
         self._rewinds.pop(seq, None)
         progress = self.planner.forget(seq)
-        return progress is not None and progress.sent > 0
+        return progress.epoch if progress is not None and (progress.sent or progress.stopped) else 0
 
     def watermark(self, seq: str) -> int:
         """Tokens of `seq` that the peer verified."""
         progress = self.planner.progress.get(seq)
         return progress.acked if progress else 0
 
+    def lag_ms(self, now_ns: int) -> float:
+        """Age of the oldest token that is sent and not acked."""
+        for seq in self.lag.lagging():
+            sequence = self.session.ledger.sequences.get(seq)
+            if sequence is None or sequence.fenced:
+                self.lag.forget(seq)
+        return self.lag.oldest_ms(now_ns)
+
     def lag_tokens(self) -> int:
         """Tokens computed here and not acked there, over all sequences that are sent."""
         total = 0
-        for sequence in self._placed():
-            progress = self.planner.progress.get(sequence.seq)
-            if not sequence.fenced and not (progress and progress.stopped):
-                total += max(0, sequence.shippable - (progress.acked if progress else 0))
+        for seq, progress in self.planner.progress.items():
+            sequence = self.session.ledger.sequences.get(seq)
+            if sequence is not None and not sequence.fenced and not progress.stopped:
+                total += max(0, sequence.shippable - progress.acked)
         return total
 
 

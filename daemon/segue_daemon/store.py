@@ -3,55 +3,91 @@ the arena.
 
 A delta is taken over in three steps: `reserve` checks everything that can be checked before the bytes
 are here and says where they go, the caller receives them and verifies the checksum, `commit` makes them
-count. Sealed blocks are shared by content key between sequences and stay as cache when nobody uses
-them; the least recently used go first when room is needed.
+count. Sealed blocks are shared by content key between sequences and stay as cache when nobody uses them, so
+that the next turn of a conversation finds them. `eviction.py` says what goes when room is short.
 
 Invariants:
-* `watermark` tokens of a replica are verified and complete: a delta counts as a whole or not at all;
+* `watermark` tokens of a replica are verified and complete: a delta counts as a whole or not at all, a
+  replica is dropped whole or cut to a lower watermark, and its writer is told;
 * an epoch lower than the fence of its sequence changes nothing;
 * a pinned block (lease) does not change its bytes before the lease is over;
-* token ids decide: keys are computed here from the ids, never taken on trust.
+* token ids decide: keys are computed here from the ids, never taken on trust;
+* a sealed block that was found changed is not given out any more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
 
-import numpy as np
-
-from segue_core.content_key import TOKEN_BYTES, block_key, chain, root_key
-from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
+from segue_core.content_key import TOKEN_BYTES, chain, root_key
+from segue_core.messages.peer import Delta, End, NackReason
 from segue_daemon.arena import Bytes
 from segue_daemon.blocks import Block, BlockPool
-from segue_daemon.deltas import apply_patch, malformed, patch_fits
+from segue_daemon.deltas import malformed, patch_fits
+from segue_daemon.eviction import Budget, Evictor
+from segue_daemon.intake import Intake, still_there
+from segue_daemon.leases import Leases
 from segue_daemon.replicas import (
-    Lease,
+    Loss,
     MatchResult,
     Refusal,
     Replica,
     Reservation,
     Wanted,
+    common_prefix,
     holds_kv_of,
+    keys_fit,
     new_replica,
     same_writer,
 )
 
 MAX_FENCES = 100_000
+Verify = Literal["always", "load", "off"]
+TRUST_NS = 60_000_000_000
+"""With `load`, a block whose checksum agreed so recently is given out without looking again."""
 
 
 class ReplicaStore:
     """All replicas on this host, within the arena."""
 
-    def __init__(self, memory: Bytes, *, lease_ns: int) -> None:
-        """`memory` is the arena, (capacity,) uint8."""
-        self._pool = BlockPool(memory)
-        self._lease_ns = lease_ns
+    def __init__(
+        self,
+        memory: Bytes,
+        *,
+        lease_ns: int,
+        high_watermark: float = 1.0,
+        low_watermark: float = 1.0,
+        session_ttl_ns: int = 0,
+        verify: Verify = "load",
+        on_loss: Callable[[Loss], None] | None = None,
+    ) -> None:
+        """`memory` is the arena, (capacity,) uint8. `on_loss` hears of each replica that was dropped or cut
+        without its writer's doing. Watermarks are fractions; for the rest see `StoreSettings`."""
+        self._pool = BlockPool(memory, checksums=verify != "off")
+        self._leases = Leases(self._pool, lease_ns=lease_ns)
+        self._verify = verify
         self._fences: OrderedDict[str, int] = OrderedDict()
-        self._leases: OrderedDict[int, Lease] = OrderedDict()
-        self._next_lease = 1
         self.replicas: dict[str, Replica] = {}
+        self.on_loss = on_loss
+        capacity = len(memory)
+        self.budget = Budget(capacity, high_watermark=high_watermark, low_watermark=low_watermark)
+        self.evictor = Evictor(
+            self._pool,
+            self.budget,
+            session_ttl_ns=session_ttl_ns,
+            loading=self._leases.covers,
+            drop=self._evicted,
+        )
+        self._intake = Intake(self._pool, self.evictor, sound=self._sound_by_key, supersede=self._supersede)
         self.refused = 0
         self.loaded_bytes = 0
+        self.hits = 0
+        """Full blocks that `match` was asked for and found; `misses`: those that it did not."""
+        self.misses = 0
+        self.poisoned = 0
+        """Sealed blocks whose bytes had changed."""
 
     # -- taking deltas ------------------------------------------------------------------------
 
@@ -71,40 +107,20 @@ class ReplicaStore:
                 return self._refuse(NackReason.GAP, 0)
             replica = new_replica(delta, writer)
         elif delta.base != replica.watermark:
-            replica.touched_ns = now_ns
+            self._touch(replica, now_ns)
             return self._refuse(NackReason.GAP, held)
-        if not self._keys_fit(replica, delta):
+        if not keys_fit(replica, delta):
             return self._refuse(NackReason.MALFORMED, held, "content keys do not fit the token ids")
-        return self._find_room(delta, replica, fresh)
-
-    def _find_room(self, delta: Delta, replica: Replica, fresh: bool) -> Reservation | Refusal:
         reservation = Reservation(delta, replica, [], fresh)
-        for part in delta.parts:
-            block: Block | None = None
-            problem: NackReason | None = None
-            if part.kind == PartKind.KEY:
-                block = self._pool.find(part.key, delta.block_bytes)
-                if block is None:
-                    problem = NackReason.KEY_UNKNOWN
-                else:
-                    self._pool.hold(block)
-            elif part.kind == PartKind.WHOLE:
-                block = self._pool.allocate(delta.block_bytes)
-                problem = None if block else NackReason.NO_ROOM
-            elif part.position >= len(replica.blocks):
-                problem = NackReason.GAP
-            if problem is not None:
-                self.cancel(reservation)
-                return self._refuse(problem, replica.watermark)
-            reservation.targets.append((part, block))
+        problem = self._intake.take(reservation, now_ns)
+        if problem is not None:
+            self.cancel(reservation)
+            return self._refuse(problem, replica.watermark)
         return reservation
 
     def room_for(self, reservation: Reservation, index: int) -> Bytes | None:
         """Where the payload of part `index` may be received straight into; None: use a buffer."""
-        part, block = reservation.targets[index]
-        if part.kind != PartKind.WHOLE or block is None:
-            return None
-        return self._pool.memory(block)
+        return self._intake.room_for(reservation, index)
 
     def commit(self, reservation: Reservation, buffered: dict[int, Bytes], now_ns: int = 0) -> int | Refusal:
         """Make a verified delta count; returns the new watermark.
@@ -120,11 +136,11 @@ class ReplicaStore:
             problem = NackReason.FENCED
         elif replica.watermark != delta.base or not (reservation.fresh or current is replica):
             problem = NackReason.GAP
+        elif not all(map(still_there, reservation.targets)):
+            problem = NackReason.KEY_UNKNOWN
         elif not all(patch_fits(delta.parts[i], b, delta.block_bytes) for i, b in buffered.items()):
             problem = NackReason.MALFORMED
-        patched = self._patch_targets(reservation) if problem is None else None
-        if problem is None and patched is None:
-            problem = NackReason.NO_ROOM
+        patched = self._intake.patch_targets(reservation, now_ns) if problem is None else None
         if problem is not None or patched is None:
             self.cancel(reservation)
             return self._refuse(problem or NackReason.NO_ROOM, held)
@@ -132,53 +148,14 @@ class ReplicaStore:
             if current is not None:
                 self._drop(current)
             self.replicas[delta.seq] = replica
-        for index, (part, block) in enumerate(reservation.targets):
-            if block is None:
-                block = patched[index]
-                apply_patch(self._pool.memory(block), part, buffered[index])
-            self._place(replica, part, block)
-        reservation.targets = []
+        self._intake.place(reservation, patched, buffered, now_ns)
         replica.token_ids += delta.token_ids
-        replica.touched_ns = now_ns
+        self._touch(replica, now_ns)
         return replica.watermark
-
-    def _patch_targets(self, reservation: Reservation) -> dict[int, Block] | None:
-        """The block that each patch changes, held once more for its placing. One that is pinned or
-        shared is copied first: who loads or shares it must not see it change. None: no room."""
-        patched: dict[int, Block] = {}
-        for index, (part, block) in enumerate(reservation.targets):
-            if block is not None:
-                continue
-            old = reservation.replica.blocks[part.position]
-            if not (old.pins or old.key or old.users > 1):
-                self._pool.hold(old)
-                patched[index] = old
-                continue
-            copy = self._pool.allocate(old.nbytes)
-            if copy is None:
-                for held in patched.values():
-                    self._pool.let_go(held)
-                return None
-            self._pool.memory(copy)[:] = self._pool.memory(old)
-            patched[index] = copy
-        return patched
-
-    def _place(self, replica: Replica, part: Part, block: Block) -> None:
-        """Hand one hold on `block` to the replica; a sealed block that exists already is shared."""
-        if part.key:
-            block = self._pool.seal(block, part.key)
-        if part.position < len(replica.blocks):
-            before, replica.blocks[part.position] = replica.blocks[part.position], block
-            self._pool.let_go(before)
-        else:
-            replica.blocks.append(block)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give the room of an uncommitted delta back; safe to call twice."""
-        for _, block in reservation.targets:
-            if block is not None:
-                self._pool.let_go(block)
-        reservation.targets = []
+        self._intake.cancel(reservation)
 
     def end(self, end: End) -> None:
         """The writer says that the sequence is over. Ignored from a writer that is not the last one."""
@@ -207,39 +184,35 @@ class ReplicaStore:
         blocks: list[Block] = []
         for key in chain(root_key(wanted.fingerprint, wanted.salt), ids[: limit * TOKEN_BYTES], size):
             block = self._pool.find(key, wanted.block_bytes)
-            if block is None:
+            if block is None or not self._sound(block, now_ns):
                 break
             blocks.append(block)
+        self.hits += len(blocks)
+        self.misses += limit // size - len(blocks)
         tokens = len(blocks) * size
         replica = self.replicas.get(seq)
         if replica and holds_kv_of(replica, wanted):
-            agreed = min(_common_prefix(replica.token_ids, ids), limit)
-            if agreed > tokens:
+            agreed = min(common_prefix(replica.token_ids, ids), limit)
+            more = replica.blocks[len(blocks) : -(-agreed // size)]
+            if agreed > tokens and all(not b.key or self._sound(b, now_ns) for b in more):
                 tokens = agreed
-                blocks += replica.blocks[len(blocks) : -(-agreed // size)]
+                blocks += more
+                self._touch(replica, now_ns)
         if tokens <= computed:
+            for block in reversed(blocks):
+                self._pool.touch(block)
             return MatchResult()
         first = computed // size
-        lease = self._lease(seq, blocks[first:], now_ns)
+        lease = self._leases.take(seq, blocks[first:], now_ns, before=blocks[:first])
         offsets = tuple(block.offset for block in lease.blocks)
         return MatchResult(tokens, first, offsets, lease.number, lease.deadline_ns)
-
-    def _lease(self, seq: str, blocks: list[Block], now_ns: int) -> Lease:
-        for block in blocks:
-            self._pool.pin(block)
-        lease = Lease(self._next_lease, seq, blocks, now_ns + self._lease_ns)
-        self._next_lease += 1
-        self._leases[lease.number] = lease
-        return lease
 
     def release(self, number: int, *, loaded: bool = False) -> None:
         """The lease is over. If its blocks were `loaded` and the sequence was promoted, the engine here
         is its writer now: the replica has done its work."""
-        lease = self._leases.pop(number, None)
+        lease = self._leases.end(number)
         if lease is None:
             return
-        for block in lease.blocks:
-            self._pool.unpin(block)
         if loaded:
             self.loaded_bytes += sum(block.nbytes for block in lease.blocks)
         replica = self.replicas.get(lease.seq)
@@ -248,11 +221,10 @@ class ReplicaStore:
 
     def expire(self, now_ns: int) -> None:
         """End leases that are past their deadline."""
-        for lease in list(self._leases.values()):
-            if lease.deadline_ns < now_ns:
-                self.release(lease.number)
+        for number in self._leases.expired(now_ns):
+            self.release(number)
 
-    def promote(self, seq: str, epoch: int) -> int | None:
+    def promote(self, seq: str, epoch: int, now_ns: int = 0) -> int | None:
         """From now on only writers with `epoch` or higher. Returns the watermark held, None if a fence
         as high stands already (somebody else was promoted, or writes)."""
         replica = self.replicas.get(seq)
@@ -262,7 +234,10 @@ class ReplicaStore:
         self._fences.move_to_end(seq)
         while len(self._fences) > MAX_FENCES:
             self._fences.popitem(last=False)
-        return replica.watermark if replica else 0
+        if replica is None:
+            return 0
+        self._touch(replica, max(now_ns, replica.touched_ns))
+        return replica.watermark
 
     def fence(self, seq: str) -> int:
         """The epoch below which nobody writes `seq` here (0: none)."""
@@ -272,8 +247,39 @@ class ReplicaStore:
         """Drop the replicas of `writer` that were not touched since `before_ns`; how many."""
         gone = [r for r in self.replicas.values() if r.writer == writer and r.touched_ns < before_ns]
         for replica in gone:
-            self._drop(replica)
+            self._evicted(replica)
         return len(gone)
+
+    # -- integrity ----------------------------------------------------------------------------
+
+    def scrub_one(self, now_ns: int) -> int:
+        """Check the sealed block whose turn it is; the bytes looked at, 0 if there is none."""
+        block = self._pool.next_sealed()
+        if block is None or self._verify == "off":
+            return 0
+        self._check(block, now_ns)
+        return block.nbytes
+
+    def _sound(self, block: Block, now_ns: int) -> bool:
+        """Whether a sealed block may be given out."""
+        if self._verify == "off" or (self._verify == "load" and now_ns - block.checked_ns < TRUST_NS):
+            return True
+        return self._check(block, now_ns)
+
+    def _sound_by_key(self, block: Block, now_ns: int) -> bool:
+        """Whether a block that is held may count for one more replica."""
+        return self._verify != "always" or self._check(block, now_ns)
+
+    def _check(self, block: Block, now_ns: int) -> bool:
+        """Compare with the checksum. A changed block goes, and every replica is cut to what lies before it.
+        Looks through all replicas then: memory does not fail often."""
+        if self._pool.intact(block, now_ns):
+            return True
+        self.poisoned += 1
+        self._pool.condemn(block)
+        for replica in [r for r in self.replicas.values() if block in r.blocks]:
+            self._cut(replica, replica.blocks.index(block))
+        return False
 
     # -- figures ------------------------------------------------------------------------------
 
@@ -288,41 +294,61 @@ class ReplicaStore:
         return self._pool.cached_bytes
 
     @property
+    def sealed_blocks(self) -> int:
+        """Blocks that have a content key."""
+        return self._pool.sealed
+
+    @property
     def leases(self) -> int:
         """Leases that are out."""
         return len(self._leases)
 
+    def free_extents(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of everything in the arena that is free, in order."""
+        return self._pool.free_extents()
+
+    # -- giving up ----------------------------------------------------------------------------
+
+    def _touch(self, replica: Replica, now_ns: int) -> None:
+        replica.touched_ns = now_ns
+        self.evictor.touched(replica)
+
     def _drop(self, replica: Replica) -> None:
+        """Its sealed blocks become cache, the end of the prefix first to go: without its start the rest of
+        a prefix cannot be found."""
         del self.replicas[replica.seq]
-        for block in replica.blocks:
+        self.evictor.gone(replica)
+        for block in reversed(replica.blocks):
             self._pool.let_go(block)
+
+    def _supersede(self, newcomer: Replica) -> bool:
+        """A writer begins anew and there is no room: what was here of its sequence goes at once."""
+        older = self.replicas.get(newcomer.seq)
+        if older is None or older.busy or self._leases.covers(older.seq):
+            return False
+        self._drop(older)
+        return True
+
+    def _evicted(self, replica: Replica) -> None:
+        self._drop(replica)
+        self._tell(replica, 0, NackReason.NO_ROOM)
+
+    def _cut(self, replica: Replica, position: int) -> None:
+        """Keep what lies before block `position`."""
+        tokens = position * replica.block_size
+        if tokens == 0:
+            self._drop(replica)
+        else:
+            for block in reversed(replica.blocks[position:]):
+                self._pool.let_go(block)
+            del replica.blocks[position:], replica.keys[position:]
+            del replica.token_ids[tokens * TOKEN_BYTES :]
+        self._tell(replica, tokens, NackReason.CORRUPT)
+
+    def _tell(self, replica: Replica, watermark: int, reason: NackReason) -> None:
+        if self.on_loss is not None:
+            self.on_loss(Loss(replica.writer, replica.seq, replica.epoch, watermark, reason))
 
     def _refuse(self, reason: NackReason, watermark: int, detail: str = "") -> Refusal:
         self.refused += 1
         return Refusal(reason, watermark, detail)
-
-    def _keys_fit(self, replica: Replica, delta: Delta) -> bool:
-        """Whether the keys of sealed parts follow from the ids; notes them in the replica's chain."""
-        size = delta.block_size * TOKEN_BYTES
-        ids = bytes(replica.token_ids[delta.base // delta.block_size * size :]) + delta.token_ids
-        position = delta.base // delta.block_size
-        del replica.keys[position:]
-        parent = replica.keys[-1] if replica.keys else root_key(replica.fingerprint, replica.salt)
-        for number, part in enumerate(delta.parts):
-            if not part.key:
-                continue
-            parent = block_key(parent, ids[number * size : (number + 1) * size])
-            if parent != part.key:
-                return False
-            replica.keys.append(parent)
-        return True
-
-
-def _common_prefix(ours: bytearray, theirs: bytes) -> int:
-    """Tokens on which two packed id lists agree from the start."""
-    length = min(len(ours), len(theirs))
-    if ours[:length] == theirs[:length]:
-        return length // TOKEN_BYTES
-    left = np.frombuffer(bytes(ours[:length]), "<u4")
-    right = np.frombuffer(theirs[:length], "<u4")
-    return int(np.argmax(left != right))

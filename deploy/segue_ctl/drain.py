@@ -146,7 +146,7 @@ async def _asked(url: str, query: dict[str, str]) -> AsyncIterator[aiohttp.Clien
         raise _Unreachable(f"{url}: silent for {SILENCE_S:.0f} s") from error
     except (aiohttp.ClientError, OSError) as error:
         raise _Unreachable(f"{url}: {str(error) or type(error).__name__}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line without end
         raise _Unreachable(f"{url}: not a Segue router: {error}") from error
 
 

@@ -20,20 +20,24 @@ MAX_GREETING_BYTES = 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Label = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Writer to receiver, first message of a link."""
+    """Writer to receiver, first message of a link. `host`, `zone`: where it runs (empty: not said)."""
 
     version: int
     name: Name
     incarnation: int
+    host: Label = ""
+    zone: Label = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Receiver to writer: where bulk goes, and how many unacked bytes may be under way.
 
-    `ticket` must open the bulk connection; it ties both channels of one link together.
+    `ticket` must open the bulk connection; it ties both channels of one link together. `host`, `zone`: where
+    it runs (empty: not said).
     """
 
     version: int
@@ -42,6 +46,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     bulk_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     window_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     ticket: int
+    host: Label = ""
+    zone: Label = ""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -51,10 +57,14 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    """Receiver to writer. `free_bytes`: room for replicas."""
+    """Receiver to writer. `free_bytes`: room for replicas, of `budget_bytes`; `running`: sequences that the
+    engine beside it works on; `serving`: whether there is a living one that could take sequences over."""
 
     number: int
     free_bytes: Count
+    budget_bytes: Count = 0
+    running: Count = 0
+    serving: bool = True
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -88,7 +98,8 @@ class NackReason(IntEnum):
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
-    """Receiver to writer: delta `number` was dropped; what is held of `seq` is `watermark` tokens."""
+    """Receiver to writer: delta `number` was dropped; what is held of `seq` is `watermark` tokens. Number 0:
+    no delta was, but what was held beyond `watermark` was given up."""
 
     number: int
     seq: str

@@ -47,7 +47,10 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A link to a peer daemon: `lag_tokens` are computed here but not acked there."""
+    """A link to a peer daemon: `lag_tokens` are computed here but not acked there; the oldest of them was
+    computed `lag_ms` ago. `throttled_ms`: time that something was ready and the bandwidth budget was spent;
+    `throttled_bytes`: bytes that were sent only after such a wait. `host`, `zone`: where it says that it
+    runs."""
 
     peer: str
     address: str
@@ -61,10 +64,19 @@ class PeerStatus(msgspec.Struct, frozen=True):
     torn_copies: int = 0
     free_bytes: int = 0
     detail: str = ""
+    lag_ms: float = 0.0
+    throttled_ms: int = 0
+    throttled_bytes: int = 0
+    host: str = ""
+    zone: str = ""
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
-    """The replica store."""
+    """The replica store. `limit_bytes`: what memory pressure of the host leaves of the budget. `room_bytes`:
+    for replicas that are not here yet. `hits` and `misses` count full blocks that engines asked for.
+    `evicted_*`: blocks of cache, and replicas given up as stale or while they were live. `corrupt` counts
+    deltas with a wrong checksum and blocks that changed in memory; `poisoned_blocks` are the latter of them.
+    """
 
     budget_bytes: int
     used_bytes: int
@@ -74,6 +86,25 @@ class StoreStatus(msgspec.Struct, frozen=True):
     refused: int
     corrupt: int = 0
     loaded_bytes: int = 0
+    limit_bytes: int = 0
+    room_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evicted_cached_blocks: int = 0
+    evicted_stale_replicas: int = 0
+    evicted_live_replicas: int = 0
+    poisoned_blocks: int = 0
+    scrubbed_bytes: int = 0
+
+
+class CopiesStatus(msgspec.Struct, frozen=True):
+    """Replicas of the engine's sequences: as many as are `wanted`, as have a peer (`placed`), and as have
+    begun to arrive at a peer that is connected (`achieved`). `moves`: sequences re-placed so far."""
+
+    wanted: int = 0
+    placed: int = 0
+    achieved: int = 0
+    moves: int = 0
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -86,6 +117,7 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     engine: EngineStatus
     peers: tuple[PeerStatus, ...]
     store: StoreStatus
+    copies: CopiesStatus = CopiesStatus()
 
 
 class SequenceStatus(msgspec.Struct, frozen=True):

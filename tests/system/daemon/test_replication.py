@@ -139,7 +139,8 @@ engine.step()
 for token in range(int(sys.argv[2])):
     live.ids.append(token); engine.step()
 print("ready", live.computed, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    live.ids.append(1); engine.step()
 """
 
 
@@ -157,6 +158,13 @@ def start_engine(pair: DaemonSet, incarnation: int, decode: int = 20) -> subproc
     return process
 
 
+def step(process: subprocess.Popen[str], count: int) -> None:
+    """Let the engine decode so many tokens."""
+    assert process.stdin is not None
+    process.stdin.write("step\n" * count)
+    process.stdin.flush()
+
+
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(10)
@@ -168,8 +176,11 @@ def end(process: subprocess.Popen[str]) -> None:
 def test_a_killed_engine_is_salvaged_and_its_memory_let_go(pair: DaemonSet) -> None:
     """What was not acked when the engine died is shipped from the mapping; then the memory is released,
     and a restarted engine is protected again."""
+    process = start_engine(pair, 1, decode=0)
+    wait_for(lambda: pair["b"].watermark("s") == 100, "the prompt at b")
     pair["b"].send(signal.SIGSTOP)
-    process = start_engine(pair, 1)
+    step(process, 20)
+    wait_for(lambda: pair["a"].get("/v1/sequences/s")[1]["computed"] == 120, "twenty tokens more")
     pair["b"].send(signal.SIGCONT)
     end(process)
     wait_for(lambda: pair["a"].status()["engine"]["state"] == "dead", "death noticed")
@@ -178,6 +189,21 @@ def test_a_killed_engine_is_salvaged_and_its_memory_let_go(pair: DaemonSet) -> N
     again = start_engine(pair, 2, decode=5)
     wait_for(lambda: pair["a"].status()["engine"]["incarnation"] == 2, "the restarted engine registers")
     end(again)
+
+
+def test_salvage_ships_tokens_that_were_not_due_yet() -> None:
+    """Where tails are sent every 64 tokens, the last ones still reach the peer when the engine is killed."""
+    daemons = DaemonSet("a", "b", replication={"sync_every_tokens": 64})
+    try:
+        process = start_engine(daemons.start(), 1, decode=0)
+        wait_for(lambda: daemons["b"].watermark("s") == 100, "the prompt at b")
+        step(process, 3)
+        wait_for(lambda: daemons["a"].get("/v1/sequences/s")[1]["computed"] == 103, "three tokens more")
+        assert daemons["b"].watermark("s") == 100, "not due yet"
+        end(process)
+        wait_for(lambda: daemons["b"].watermark("s") == 103, "salvaged to the last token")
+    finally:
+        daemons.stop()
 
 
 def mapped_pages(daemons: DaemonSet, name: str) -> list[str]:

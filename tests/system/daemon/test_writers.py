@@ -15,7 +15,18 @@ import zmq.asyncio
 
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
-from segue_core.messages.peer import BulkHello, Control, Delta, Hello, Part, PartKind, Ping, Welcome
+from segue_core.messages.peer import (
+    BulkHello,
+    Control,
+    Delta,
+    Hello,
+    Nack,
+    NackReason,
+    Part,
+    PartKind,
+    Ping,
+    Welcome,
+)
 from segue_daemon import receiver as module
 from segue_daemon.receiver import Receiver
 from segue_daemon.settings import DaemonSettings, ListenSettings, TimeoutSettings
@@ -72,9 +83,7 @@ class Stage:
             listen=ListenSettings(control_port=0),
             timeouts=TimeoutSettings(peer_ms=200),
         )
-        self.receiver = Receiver(
-            settings, 1, self.store, 1 << 16, self.context, MonotonicClock(), lambda _: None
-        )
+        self.receiver = Receiver(settings, 1, self.store, self.context, MonotonicClock(), lambda _: None)
 
 
 @pytest.fixture
@@ -132,3 +141,31 @@ async def test_another_life_of_a_writer_gives_up_what_it_does_not_know(stage: St
         while stage.store.replicas:
             await again.ask(Ping(1))
     again.close()
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["connected", "away"])
+async def test_a_writer_is_told_what_the_store_gave_up(stage: Stage, away: bool) -> None:
+    """It believes in no replica that is gone, also if it was away when that happened."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    if away:
+        peer.close()
+        await writer_noticed_gone(stage)
+    stage.store.budget.limit = 0
+    stage.store.evictor.trim(MonotonicClock().now_ns())
+    assert not stage.store.replicas
+    if away:
+        peer = Peer(stage.context, stage.receiver, 5)
+        await peer.connect()
+    told = msgspec.msgpack.decode(await asyncio.wait_for(peer.control.recv(), 5), type=Control)
+    assert isinstance(told, Nack)
+    assert (told.seq, told.epoch, told.watermark, told.reason) == ("s", 1, 0, NackReason.NO_ROOM)
+    peer.close()
+
+
+async def writer_noticed_gone(stage: Stage) -> None:
+    """Wait until the receiver has noticed that the writer is gone."""
+    async with asyncio.timeout(10):
+        while stage.receiver._writers:  # noqa: ASYNC110 - the receiver tells nobody
+            await asyncio.sleep(0.01)

@@ -18,13 +18,15 @@ from segue_core.geometry import Geometry, Region
 from segue_core.messages.journal import Begin, Commit, SequenceBegin, SequenceUpdate
 from segue_core.messages.peer import Ack, Delta, End, Nack, NackReason, Part, PartKind
 from segue_daemon.blocks import BlockPool
+from segue_daemon.bucket import Bucket, SharedBudget, Throttle
 from segue_daemon.differ import Differ
 from segue_daemon.ledger import Changes, Ledger
+from segue_daemon.outbox import Outbox
 from segue_daemon.pages import HostPages
 from segue_daemon.planner import Planner
 from segue_daemon.replicas import Refusal, Wanted
 from segue_daemon.settings import ReplicationSettings
-from segue_daemon.shipment import Shipment
+from segue_daemon.shipment import Ready, Shipment
 from segue_daemon.store import ReplicaStore
 
 SIZE = 4
@@ -356,6 +358,103 @@ def test_answers_to_old_deltas_do_not_rewind_twice() -> None:
     assert shipment.next_delta(4, lambda: None) is None
     shipment.acked(Ack(3, "s", 1, 21, 0))
     assert shipment.lag_tokens() == 0
+    engine.close()
+
+
+def test_answers_from_before_a_sequence_left_and_came_back_do_not_count() -> None:
+    """A sequence moved away from a peer and back: acks under way since before then say nothing about now."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    engine.run("s", list(range(20)))
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+    assert shipment.next_delta(1, lambda: None)
+    assert shipment.forget("s") == 1, "the epoch that is to be ended at the peer"
+    shipment.begin("s", 0)
+    again = shipment.next_delta(2, lambda: None)
+    assert again and again.delta.base == 0
+    shipment.acked(Ack(1, "s", 1, 20, 0))
+    assert shipment.watermark("s") == 0
+    shipment.acked(Ack(2, "s", 1, 20, 0))
+    assert shipment.watermark("s") == 20
+    assert shipment.need_bytes("s") == 5 * engine.geometry.block_bytes
+    engine.close()
+
+
+def test_what_a_peer_gave_up_is_not_counted_as_held() -> None:
+    """A nack that no delta caused: the replica made room for others. Its watermark is what the peer says."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    engine.run("s", list(range(20)))
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+    shipment.next_delta(1, lambda: None)
+    shipment.acked(Ack(1, "s", 1, 20, 0))
+    shipment.nacked(Nack(0, "s", 1, 0, NackReason.NO_ROOM, 0))
+    assert shipment.watermark("s") == 0
+    shipment.retry_refused(1 << 20)
+    again = shipment.next_delta(2, lambda: None)
+    assert again and again.delta.base == 0
+    engine.close()
+
+
+def test_after_a_rewind_a_tail_goes_whole_until_the_peer_has_confirmed_one() -> None:
+    """Deltas sent before the rewind may still be taken: changed words would fit what nobody is sure of."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    engine.write = lambda *_: None  # type: ignore[method-assign]
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+
+    def kind_of(number: int, tokens: int = 1) -> PartKind:
+        engine.run("s", list(range(tokens)))
+        shipment.note(Changes(grown=("s",)))
+        ready = shipment.next_delta(number, lambda: None)
+        assert ready is not None
+        return ready.delta.parts[-1].kind
+
+    assert [kind_of(1, 9), kind_of(2)] == [PartKind.WHOLE, PartKind.WORDS]
+    shipment.nacked(Nack(2, "s", 1, 9, NackReason.GAP, 0))
+    assert kind_of(3) == PartKind.WHOLE
+    shipment.acked(Ack(2, "s", 1, 10, 0))
+    assert kind_of(4) == PartKind.WHOLE, "the peer took the delta from before the rewind"
+    assert kind_of(5) == PartKind.WHOLE
+    shipment.acked(Ack(5, "s", 1, 13, 0))
+    assert [kind_of(6), kind_of(7)] == [PartKind.WHOLE, PartKind.WORDS]
+    engine.close()
+
+
+def test_nothing_is_built_without_credit_or_budget() -> None:
+    """What cannot leave is not copied: it is built from what is true when it can."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    outbox = Outbox(Throttle("b", Bucket(1000, 100), SharedBudget(0)))
+    outbox.opened(1000)
+    assert outbox.delta_bytes(1 << 20) == 100
+    engine.run("s", [1])
+    outbox.shipments[1] = shipment = Shipment(Session(), ReplicationSettings(), 100, lambda _: True)  # type: ignore[arg-type]
+    first = outbox.next(lambda: None, 0)
+    assert isinstance(first, Ready) and len(first.delta.token_ids) == 4
+    outbox.sent(501)
+    for token in range(2):
+        engine.run("s", [token])
+        shipment.note(Changes(grown=("s",)))
+        assert outbox.next(lambda: None, 0) == 0, "more than half the window is unacked"
+    outbox.consumed(10_000)
+    assert outbox.in_flight == 0
+    outbox.throttle.take(600, 0)
+    assert outbox.next(lambda: None, 0) == 500_000_000
+    second = outbox.next(lambda: None, 500_000_000)
+    assert isinstance(second, Ready) and len(second.delta.token_ids) == 8
     engine.close()
 
 

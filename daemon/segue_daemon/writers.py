@@ -1,0 +1,58 @@
+"""The peers that write to this daemon: who is here, who was lost, what they must still be told. Plain data.
+
+Invariant: of each sequence at most its newest loss is kept, and of all at most `limit`; a writer that is not
+told learns it from the gap that its next delta leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from segue_daemon.replicas import Loss
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A writer whose link ended at `since_ns`. `untouched_only`: it is back in another life, and only
+    replicas that it has not mentioned since are given up."""
+
+    incarnation: int
+    since_ns: int
+    untouched_only: bool
+
+
+@dataclass(eq=False)
+class Writer:
+    """A peer daemon that writes to us."""
+
+    name: str
+    identity: bytes
+    incarnation: int
+    ticket: int
+    heard_ns: int
+    consumed: int = 0
+    bulk: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Losses:
+    """What the store gave up of replicas, until their writers were told; those that are away later."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._count = 0
+        self._untold: dict[str, dict[str, Loss]] = {}
+
+    def add(self, loss: Loss) -> None:
+        """Keep `loss` for its writer, if there is room or it replaces an older one."""
+        if loss.seq not in self._untold.get(loss.writer, {}):
+            if self._count >= self._limit:
+                return
+            self._count += 1
+        self._untold.setdefault(loss.writer, {})[loss.seq] = loss
+
+    def take(self, writer: str) -> list[Loss]:
+        """All that `writer` was not told yet."""
+        found = list(self._untold.pop(writer, {}).values())
+        self._count -= len(found)
+        return found
