@@ -19,7 +19,7 @@ REQUIREMENTS := deploy/requirements
 MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -qq --progress-bar off
 
-.PHONY: help setup test lint fmt demo wheel clean
+.PHONY: help setup test lint fmt sim demo wheel clean
 
 help: ## Show this list
 	@echo "Segue: when the engine dies, the answer goes on."
@@ -45,6 +45,9 @@ lint: $(STAMPS)/project ## Lint and type-check only
 fmt: $(STAMPS)/project ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+sim: $(STAMPS)/project ## Simulate replication: SEEDS=2000 many clusters, SEED=123 one of them with its trace
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200))
 
 demo: setup ## Kill an engine in the middle of an answer and watch it go on
 	@$(BIN)/seguectl demo $(ARGS)

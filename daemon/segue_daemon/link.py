@@ -96,6 +96,9 @@ class Link:
         self._outbox = Outbox(self._throttle)
         self._shipments = self._outbox.shipments
         self._ends: dict[tuple[str, int], End] = {}
+        self._said: dict[tuple[str, int], tuple[End, int]] = {}
+        """Ends that went out, and how many deltas had gone before: an answer to a later one proves that they
+        arrived. Said again when the link breaks before that."""
         self._wake = asyncio.Event()
         self._progressed = asyncio.Event()
         self._heard_ns = 0
@@ -136,6 +139,7 @@ class Link:
             if self.name in move.dropped and (epoch := shipment.forget(move.seq)):
                 self._add_end(End(move.seq, epoch, session.incarnation))
             elif self.name in move.added:
+                self._said = {key: said for key, said in self._said.items() if key[0] != move.seq}
                 shipment.begin(move.seq, self._clock.now_ns())
         self._wake.set()
         self._progressed.set()
@@ -271,10 +275,13 @@ class Link:
         self._outbox.opened(welcome.window_bytes)
         self._heard_ns = self._clock.now_ns()
         if same_life:
+            self._ends = {key: end for key, (end, _) in self._said.items()} | self._ends
+            self._said.clear()
             for shipment in self._shipments.values():
                 shipment.reconnected(self._heard_ns)
         else:
             self._ends.clear()
+            self._said.clear()
             for incarnation, shipment in list(self._shipments.items()):
                 self._shipments[incarnation] = self._shipment(shipment.session)
         self._placement.up(self.name, host=welcome.host, zone=welcome.zone)
@@ -289,7 +296,10 @@ class Link:
             await self._wake.wait()
             self._wake.clear()
             while self._ends:
-                end = self._ends.pop(next(iter(self._ends)))
+                key = next(iter(self._ends))
+                end = self._ends.pop(key)
+                if len(self._said) < MAX_PENDING_ENDS:
+                    self._said[key] = end, self._outbox.number
                 self._throttle.take(await send_bulk(bulk, end), self._clock.now_ns())
             while self._settings.replication.enabled:
                 ready = self._outbox.next(self._engine.drain, self._clock.now_ns())
@@ -320,6 +330,9 @@ class Link:
             if isinstance(message, Ack | Nack):
                 self._outbox.consumed(message.consumed_bytes)
                 self._answered(message)
+                if self._said:
+                    late = message.number
+                    self._said = {key: said for key, said in self._said.items() if said[1] >= late}
                 self._wake.set()
                 self._progressed.set()
             elif isinstance(message, Pong):

@@ -21,7 +21,8 @@ class Outbox:
         self.window = 0
         self._sent = 0
         self._consumed = 0
-        self._number = 0
+        self.number = 0
+        """Of the latest delta."""
 
     def opened(self, window_bytes: int) -> None:
         """A new link: the peer takes `window_bytes` unacked."""
@@ -60,9 +61,9 @@ class Outbox:
         if wait_ns:
             return wait_ns
         for shipment in shipments:
-            ready = shipment.next_delta(self._number + 1, drain, now_ns)
+            ready = shipment.next_delta(self.number + 1, drain, now_ns)
             if ready is not None:
-                self._number += 1
+                self.number += 1
                 return ready
         self.throttle.idle(now_ns)
         return 1

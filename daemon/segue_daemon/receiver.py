@@ -95,6 +95,8 @@ class Receiver:
         self._bulk_port = 0
         self._writers: dict[bytes, Writer] = {}
         self._lost: dict[str, Lost] = {}
+        self._reborn: dict[str, int] = {}
+        """Writers that came back in another life, and when: what the earlier one wrote is given up later."""
         self._losses = Losses(MAX_LOSSES)
         self._telling = False
         self._tasks = Tasks()
@@ -172,7 +174,7 @@ class Receiver:
             lost = self._lost.pop(hello.name, None)
             if lost is not None and lost.incarnation != hello.incarnation:
                 # Another life of the peer: what it does not know any more it will not end either.
-                self._lost[hello.name] = Lost(hello.incarnation, now_ns, untouched_only=True)
+                self._reborn[hello.name] = now_ns
         await self._reply(
             identity,
             Welcome(
@@ -212,7 +214,7 @@ class Receiver:
         """This link is over; the peer may be back under another."""
         self._writers.pop(writer.identity, None)
         if len(self._lost) < MAX_WRITERS:
-            self._lost[writer.name] = Lost(writer.incarnation, self._clock.now_ns(), untouched_only=False)
+            self._lost[writer.name] = Lost(writer.incarnation, self._clock.now_ns())
         if writer.bulk is not None:
             writer.bulk.cancel()
 
@@ -226,13 +228,20 @@ class Receiver:
                 if now_ns - writer.heard_ns > silent_ns:
                     log.warning("writer is silent", writer=writer.name)
                     self._forget(writer)
+            for name, since_ns in list(self._reborn.items()):
+                if now_ns - since_ns > self._orphan_ns:
+                    del self._reborn[name]
+                    self._give_up(name, since_ns)
             for name, lost in list(self._lost.items()):
                 if now_ns - lost.since_ns > self._orphan_ns:
                     del self._lost[name]
-                    before_ns = lost.since_ns if lost.untouched_only else now_ns + 1
-                    dropped = self._store.drop_writer(name, before_ns)
-                    if dropped:
-                        log.warning("replicas of a lost writer dropped", writer=name, replicas=dropped)
+                    self._reborn.pop(name, None)
+                    self._give_up(name, now_ns + 1)
+
+    def _give_up(self, name: str, before_ns: int) -> None:
+        dropped = self._store.drop_writer(name, before_ns)
+        if dropped:
+            log.warning("replicas of a lost writer dropped", writer=name, replicas=dropped)
 
     # -- bulk ---------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ class Replica:
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     touched_ns: int = 0
+    written_ns: int = 0
+    """When its writer was last heard of it; `touched_ns` also moves when it is used."""
     busy: int = 0
 
     @property

@@ -107,6 +107,7 @@ class ReplicaStore:
                 return self._refuse(NackReason.GAP, 0)
             replica = new_replica(delta, writer)
         elif delta.base != replica.watermark:
+            replica.written_ns = now_ns
             self._touch(replica, now_ns)
             return self._refuse(NackReason.GAP, held)
         if not keys_fit(replica, delta):
@@ -150,6 +151,7 @@ class ReplicaStore:
             self.replicas[delta.seq] = replica
         self._intake.place(reservation, patched, buffered, now_ns)
         replica.token_ids += delta.token_ids
+        replica.written_ns = now_ns
         self._touch(replica, now_ns)
         return replica.watermark
 
@@ -158,9 +160,10 @@ class ReplicaStore:
         self._intake.cancel(reservation)
 
     def end(self, end: End) -> None:
-        """The writer says that the sequence is over. Ignored from a writer that is not the last one."""
+        """The writer says that the sequence is over, also as it wrote it under earlier epochs: an engine that
+        took a sequence back may end it before anything was shipped. Ignored from any other writer."""
         replica = self.replicas.get(end.seq)
-        if replica and (replica.epoch, replica.incarnation) == (end.epoch, end.incarnation):
+        if replica and replica.incarnation == end.incarnation and replica.epoch <= end.epoch:
             self._drop(replica)
 
     # -- giving them out ----------------------------------------------------------------------
@@ -244,8 +247,8 @@ class ReplicaStore:
         return self._fences.get(seq, 0)
 
     def drop_writer(self, writer: str, before_ns: int) -> int:
-        """Drop the replicas of `writer` that were not touched since `before_ns`; how many."""
-        gone = [r for r in self.replicas.values() if r.writer == writer and r.touched_ns < before_ns]
+        """Drop the replicas that `writer` has not written since `before_ns`; how many."""
+        gone = [r for r in self.replicas.values() if r.writer == writer and r.written_ns < before_ns]
         for replica in gone:
             self._evicted(replica)
         return len(gone)

@@ -14,12 +14,10 @@ from segue_daemon.replicas import Loss
 
 @dataclass(frozen=True)
 class Lost:
-    """A writer whose link ended at `since_ns`. `untouched_only`: it is back in another life, and only
-    replicas that it has not mentioned since are given up."""
+    """A writer whose link ended at `since_ns`."""
 
     incarnation: int
     since_ns: int
-    untouched_only: bool
 
 
 @dataclass(eq=False)

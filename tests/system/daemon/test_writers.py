@@ -143,6 +143,23 @@ async def test_another_life_of_a_writer_gives_up_what_it_does_not_know(stage: St
     again.close()
 
 
+async def test_a_blip_after_a_restart_changes_nothing(stage: Stage) -> None:
+    """What a writer's last life left is given up, also when its new life's link breaks in between."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    peer.close()
+    reborn = Peer(stage.context, stage.receiver, 6)
+    await reborn.connect()
+    reborn.close()
+    again = Peer(stage.context, stage.receiver, 6)
+    await again.connect()
+    async with asyncio.timeout(10):
+        while stage.store.replicas:
+            await again.ask(Ping(1))
+    again.close()
+
+
 @pytest.mark.parametrize("away", [False, True], ids=["connected", "away"])
 async def test_a_writer_is_told_what_the_store_gave_up(stage: Stage, away: bool) -> None:
     """It believes in no replica that is gone, also if it was away when that happened."""

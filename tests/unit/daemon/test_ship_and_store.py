@@ -474,3 +474,29 @@ def test_a_copy_of_a_block_that_changed_hands_is_thrown_away() -> None:
     assert shipment.next_delta(1, reassigned) is None
     assert shipment.torn == 1
     engine.close()
+
+
+def a_tail(epoch: int, incarnation: int) -> Delta:
+    """Two tokens of a sequence, by one of its writers."""
+    parts = (Part(0, PartKind.WHOLE, b"", 64),)
+    return Delta(1, "s", epoch, incarnation, FINGERPRINT, b"", SIZE, 64, 0, ids(2), parts, 0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "incarnation", "gone"), [(1, 7, True), (2, 7, True), (0, 7, False), (2, 8, False)]
+)
+def test_an_end_is_good_for_what_the_same_life_wrote_before(epoch: int, incarnation: int, gone: bool) -> None:
+    """An engine that took its sequence back may end it before anything of the new epoch was shipped."""
+    store = ReplicaStore(np.zeros(1 << 12, np.uint8), lease_ns=1)
+    assert receive(store, a_tail(1, 7), bytes(64)) == 2
+    store.end(End("s", epoch, incarnation))
+    assert ("s" not in store.replicas) is gone
+
+
+def test_using_a_replica_is_not_hearing_of_its_writer() -> None:
+    """A promotion must not keep what a writer that was restarted will never end."""
+    store = ReplicaStore(np.zeros(1 << 12, np.uint8), lease_ns=1)
+    assert receive(store, a_tail(1, 7), bytes(64)) == 2
+    writer = store.replicas["s"].writer
+    store.promote("s", 5, now_ns=100)
+    assert store.drop_writer(writer, 50) == 1

@@ -1,0 +1,122 @@
+"""An end that was under way when the link broke is said again; one that arrived for sure is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from segue_core.clock import MonotonicClock
+from segue_core.messages import PROTOCOL_VERSION
+from segue_core.messages.peer import Ack, BulkHello, Control, End, Hello, Pong, Welcome
+from segue_daemon.link import Link
+from segue_daemon.placement import Placement
+from segue_daemon.settings import DaemonSettings, PeerSettings, TimeoutSettings
+from segue_daemon.wire import encode, recv_bulk_header
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class NoEngine:
+    """A daemon without an engine."""
+
+    def drain(self) -> None:
+        return
+
+    def fence(self, seq: str, epoch: int) -> bool:
+        return False
+
+
+class Peer:
+    """The other side: takes what comes and answers what the test says."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.control = self.context.socket(zmq.ROUTER)
+        self.control.linger = 0
+        self.port = self.control.bind_to_random_port("tcp://127.0.0.1")
+        self.bulk = socket.create_server(("127.0.0.1", 0))
+        self.bulk.setblocking(False)
+        self.identity = b""
+
+    async def accept(self) -> socket.socket:
+        """The link comes: greet it, and take its bulk connection."""
+        while True:  # pings of the link before may come first
+            self.identity, message = await self.control.recv_multipart()
+            if isinstance(msgspec.msgpack.decode(message, type=Control), Hello):
+                break
+        bulk_port = self.bulk.getsockname()[1]
+        await self.say(Welcome(PROTOCOL_VERSION, "b", 9, bulk_port, 1 << 20, 1))
+        connection, _ = await asyncio.get_running_loop().sock_accept(self.bulk)
+        connection.setblocking(False)
+        hello, _, _ = await recv_bulk_header(connection, peer="a")
+        assert isinstance(hello, BulkHello)
+        return connection
+
+    async def say(self, message: Welcome | Ack | Pong) -> None:
+        await self.control.send_multipart([self.identity, encode(message)])
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[tuple[Peer, Link]]:
+    peer = Peer()
+    settings = DaemonSettings(
+        name="a",
+        socket="unused",
+        peers=(PeerSettings("b", f"127.0.0.1:{peer.port}"),),
+        timeouts=TimeoutSettings(reconnect_ms=1),
+    )
+    clock, placement = MonotonicClock(), Placement(["b"])
+    link = Link(settings.peers[0], settings, 1, peer.context, clock, NoEngine(), placement)
+    task = asyncio.create_task(link.run())
+    try:
+        yield peer, link
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        peer.control.close()
+        peer.bulk.close()
+        peer.context.term()
+
+
+async def next_end(connection: socket.socket) -> End:
+    message, _, _ = await recv_bulk_header(connection, peer="a")
+    assert isinstance(message, End)
+    return message
+
+
+async def test_an_end_that_nobody_confirmed_is_said_again(stage: tuple[Peer, Link]) -> None:
+    """Otherwise the replica would stay at the peer until its room is needed."""
+    peer, link = stage
+    connection = await peer.accept()
+    link.end(7, "s", 2)
+    assert await next_end(connection) == End("s", 2, 7)
+    connection.close()
+    again = await peer.accept()
+    assert await next_end(again) == End("s", 2, 7)
+    again.close()
+
+
+async def test_an_end_is_not_said_again_once_something_later_was_answered(stage: tuple[Peer, Link]) -> None:
+    """Bulk keeps its order: who answers what came after it has it."""
+    peer, link = stage
+    connection = await peer.accept()
+    link.end(7, "s", 2)
+    await next_end(connection)
+    await peer.say(Ack(1, "other", 1, 0, 0))
+    await peer.say(Pong(1, 12345, 12345, 0, False))
+    async with asyncio.timeout(10):
+        while link.free_bytes != 12345:  # noqa: ASYNC110 - the link tells nobody
+            await asyncio.sleep(0.01)
+    connection.close()
+    again = await peer.accept()
+    link.end(7, "t", 1)
+    assert await next_end(again) == End("t", 1, 7)
+    again.close()
