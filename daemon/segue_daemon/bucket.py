@@ -14,6 +14,8 @@ BURST_MS = 100
 """How much time's worth of bytes may leave at once after a pause."""
 LATE_NS = 20_000_000
 """A link that was told to wait and is this late has left the queue."""
+URGENT_BYTES_PER_BYTE = 8
+"""Tails of one link may not starve the others: they get a byte for so many of theirs."""
 
 
 class Bucket:
@@ -54,12 +56,15 @@ class _Claim:
 
 
 class SharedBudget:
-    """The bucket of a whole daemon: links with decode tails first, then whoever has waited longest."""
+    """The bucket of a whole daemon: links with decode tails first, then whoever has waited longest. Those
+    without tails get a byte for `URGENT_BYTES_PER_BYTE` of the others while they wait."""
 
     def __init__(self, rate: int, burst: int = 0, now_ns: int = 0) -> None:
         self.bucket = Bucket(rate, burst, now_ns)
         self._claims: dict[str, _Claim] = {}
         self._turn = 0
+        self._urgent_bytes = 0
+        """Sent by links with tails while one without waited, less what such a one got for it."""
 
     def wait_ns(self, who: str, *, urgent: bool, now_ns: int) -> int:
         """How long `who` waits before it asks again: 0 is its turn. `urgent`: it has decode tails."""
@@ -77,16 +82,21 @@ class SharedBudget:
         return wait_ns
 
     def _is_first(self, claim: _Claim, now_ns: int) -> bool:
-        rank = (not claim.urgent, claim.turn)
-        return all(
-            rank <= (not other.urgent, other.turn)
-            for other in self._claims.values()
-            if other.again_ns + LATE_NS >= now_ns
-        )
+        last = self._urgent_bytes >= URGENT_BYTES_PER_BYTE * self.bucket.burst
+        rank = (claim.urgent is last, claim.turn)
+        return all(rank <= (other.urgent is last, other.turn) for other in self._waiting(now_ns))
+
+    def _waiting(self, now_ns: int) -> list[_Claim]:
+        return [claim for claim in self._claims.values() if claim.again_ns + LATE_NS >= now_ns]
 
     def take(self, who: str, nbytes: int, now_ns: int) -> None:
         """`who` is sending; it goes to the end of the queue."""
-        self._claims.pop(who, None)
+        claim = self._claims.pop(who, None)
+        if claim is not None and not claim.urgent:
+            self._urgent_bytes = max(0, self._urgent_bytes - URGENT_BYTES_PER_BYTE * nbytes)
+        elif claim is not None:
+            starved = any(not other.urgent for other in self._waiting(now_ns))
+            self._urgent_bytes = self._urgent_bytes + nbytes if starved else 0
         self.bucket.take(nbytes, now_ns)
 
     def leave(self, who: str) -> None:

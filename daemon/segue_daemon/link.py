@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Protocol
 
 import structlog
@@ -42,7 +42,7 @@ from segue_daemon.outbox import Outbox
 from segue_daemon.placement import Move, Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings
 from segue_daemon.shipment import Shipment
-from segue_daemon.wire import encode, send_bulk
+from segue_daemon.wire import Slices, encode, send_bulk
 
 log = structlog.get_logger()
 
@@ -130,16 +130,18 @@ class Link:
     def _holds(self, seq: str) -> bool:
         return self._placement.holds(seq, self.name)
 
-    def moved(self, session: EngineSession, moves: Iterable[Move]) -> None:
+    def moved(self, session: EngineSession, moves: Collection[Move]) -> None:
         """Sequences of `session` changed holders: end here what went away, begin what came."""
         shipment = self._shipments.get(session.incarnation)
         if shipment is None:
             return
+        back = {move.seq for move in moves if self.name in move.added}
+        if back:
+            self._said = {key: said for key, said in self._said.items() if key[0] not in back}
         for move in moves:
             if self.name in move.dropped and (epoch := shipment.forget(move.seq)):
                 self._add_end(End(move.seq, epoch, session.incarnation))
             elif self.name in move.added:
-                self._said = {key: said for key, said in self._said.items() if key[0] != move.seq}
                 shipment.begin(move.seq, self._clock.now_ns())
         self._wake.set()
         self._progressed.set()
@@ -292,6 +294,7 @@ class Link:
         log.info("peer connected", peer=self.name, address=self._address)
 
     async def _ship(self, bulk: socket.socket) -> None:
+        slices = Slices(self._clock)
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -301,6 +304,7 @@ class Link:
                 if len(self._said) < MAX_PENDING_ENDS:
                     self._said[key] = end, self._outbox.number
                 self._throttle.take(await send_bulk(bulk, end), self._clock.now_ns())
+                await slices.share()
             while self._settings.replication.enabled:
                 ready = self._outbox.next(self._engine.drain, self._clock.now_ns())
                 if isinstance(ready, int):
@@ -312,8 +316,10 @@ class Link:
                 self._throttle.take(sent - len(ready.payload), self._clock.now_ns())
                 self._outbox.sent(sent)
                 self.sent_bytes += sent
-                if self._ends:
+                await slices.share()
+                if self._ends:  # before anything of what may have begun anew since
                     self._wake.set()
+                    break
 
     def _look_again(self, in_ns: int) -> None:
         """Wake the shipper after `in_ns`; 0: only when something happens."""

@@ -95,6 +95,8 @@ class Placement:
         self._placed: dict[str, Placed] = {}
         self._turned_away: dict[str, None] = {}
         self._dirty: dict[str, None] = {}
+        self._missed: set[str] = set()
+        """Placed, but nobody spoke for them when they were to be looked at: looked at when somebody does."""
         self._all_dirty = False
 
     # -- what is heard of peers ---------------------------------------------------------------
@@ -166,6 +168,9 @@ class Placement:
     def holds(self, seq: str, name: str) -> bool:
         """Whether `name` is to hold `seq`."""
         placed = self._placed.get(seq)
+        if seq in self._missed:
+            self._missed.discard(seq)
+            self._dirty[seq] = None
         return name in (placed.holders if placed is not None else self.holders(seq))
 
     def forget(self, seq: str) -> None:
@@ -173,6 +178,7 @@ class Placement:
         placed = self._placed.pop(seq, None)
         self._turned_away.pop(seq, None)
         self._dirty.pop(seq, None)
+        self._missed.discard(seq)
         for name in placed.holders if placed is not None else ():
             self.peers[name].assigned -= 1
 
@@ -190,7 +196,9 @@ class Placement:
         for peer in self.peers.values():
             if self._over(peer, now_ns):
                 peer.given_up = self._all_dirty = True
-        names = list(live) if self._all_dirty else [seq for seq in live if seq in self._dirty]
+        due = self._placed.keys() if self._all_dirty else self._dirty.keys() & self._placed.keys()
+        names = [seq for seq in live if seq in due]
+        self._missed.update(due - set(names))
         self._all_dirty = False
         self._dirty.clear()
         moves = [move for seq in names if (move := self._replace(seq)) is not None]

@@ -43,7 +43,7 @@ from segue_daemon.replicas import Loss, Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.supervise import Tasks, supervise
-from segue_daemon.wire import encode, recv_bulk_header, recv_into, tune
+from segue_daemon.wire import Slices, encode, recv_bulk_header, recv_into, tune
 from segue_daemon.writers import Losses, Lost, Writer
 
 log = structlog.get_logger()
@@ -266,7 +266,9 @@ class Receiver:
             writer = self._writer_of(hello, payload_bytes, peer)
             writer.bulk = asyncio.current_task()
             peer = writer.name
+            slices = Slices(self._clock)
             while True:
+                await slices.share()
                 message, payload_bytes, header_bytes = await recv_bulk_header(connection, peer=peer)
                 writer.heard_ns = self._clock.now_ns()
                 async with asyncio.timeout(FRAME_DEADLINE_S):

@@ -204,6 +204,7 @@ class Shipment:
             if progress.stopped == NO_ROOM and free_bytes < self.differ.block_bytes:
                 continue
             progress.stopped = ""
+            self.planner.progress[seq] = self.planner.progress.pop(seq)  # the others come before it next time
             self.rewind(sequence, progress.acked, now_ns)
             self._note(sequence, now_ns)
             retried += 1

@@ -1,7 +1,8 @@
 """The peers that write to this daemon: who is here, who was lost, what they must still be told. Plain data.
 
-Invariant: of each sequence at most its newest loss is kept, and of all at most `limit`; a writer that is not
-told learns it from the gap that its next delta leaves.
+Invariant: of each sequence at most its newest loss is kept, and of all at most `limit`: what who is longest
+away was to hear goes first, for he may never be back. A writer that is not told learns it from the gap that
+its next delta leaves.
 """
 
 from __future__ import annotations
@@ -42,12 +43,19 @@ class Losses:
         self._untold: dict[str, dict[str, Loss]] = {}
 
     def add(self, loss: Loss) -> None:
-        """Keep `loss` for its writer, if there is room or it replaces an older one."""
+        """Keep `loss` for its writer; it replaces an older one of its sequence."""
         if loss.seq not in self._untold.get(loss.writer, {}):
             if self._count >= self._limit:
-                return
+                self._drop_oldest()
             self._count += 1
         self._untold.setdefault(loss.writer, {})[loss.seq] = loss
+
+    def _drop_oldest(self) -> None:
+        writer, losses = next(iter(self._untold.items()))
+        del losses[next(iter(losses))]
+        if not losses:
+            del self._untold[writer]
+        self._count -= 1
 
     def take(self, writer: str) -> list[Loss]:
         """All that `writer` was not told yet."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ import zmq.asyncio
 
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
-from segue_core.messages.peer import Ack, BulkHello, Control, End, Hello, Pong, Welcome
+from segue_core.messages.peer import Ack, BulkHello, Control, Delta, End, Hello, Pong, Welcome
 from segue_daemon.link import Link
 from segue_daemon.placement import Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings, TimeoutSettings
+from segue_daemon.shipment import Ready
 from segue_daemon.wire import encode, recv_bulk_header
 
 pytestmark = pytest.mark.timeout(20)
@@ -120,3 +122,49 @@ async def test_an_end_is_not_said_again_once_something_later_was_answered(stage:
     link.end(7, "t", 1)
     assert await next_end(again) == End("t", 1, 7)
     again.close()
+
+
+def always_something_to_send(link: Link, count: int, before: Callable[[int], None]) -> None:
+    """Put `count` small deltas into the link's outbox, ready at once; `before(n)` comes before the nth."""
+
+    def following(drain: Callable[[], None], now_ns: int) -> Ready | int:
+        number = link._outbox.number = link._outbox.number + 1
+        if number > count:
+            return 0
+        before(number)
+        delta = Delta(number, "busy", 1, 7, b"f" * 16, b"", 4, 64, 0, bytes(4), (), 0)
+        return Ready(delta, memoryview(b""))
+
+    link._outbox.next = following  # type: ignore[method-assign]
+
+
+async def test_an_end_does_not_wait_until_there_is_nothing_else_to_send(stage: tuple[Peer, Link]) -> None:
+    """A sequence may have been placed here again meanwhile: said after its first delta, the end of what was
+    here before would end it too."""
+    peer, link = stage
+    connection = await peer.accept()
+
+    def before(number: int) -> None:
+        if number == 3:
+            link.end(7, "s", 2)
+
+    always_something_to_send(link, 50, before)
+    link.end(7, "first", 1)
+    seen = [(await recv_bulk_header(connection, peer="a"))[0] for _ in range(52)]
+    assert [at for at, message in enumerate(seen) if isinstance(message, End)] == [0, 4]
+    connection.close()
+
+
+async def test_a_link_with_much_to_send_lets_others_run(stage: tuple[Peer, Link]) -> None:
+    """The engine's questions are answered by the same loop, and a socket with room makes nobody wait."""
+    peer, link = stage
+    connection = await peer.accept()
+    always_something_to_send(link, 300, lambda _: time.sleep(0.001))
+    link.end(7, "first", 1)
+    longest = 0.0
+    while link._outbox.number < 300:
+        began = time.monotonic()
+        await asyncio.sleep(0)
+        longest = max(longest, time.monotonic() - began)
+    assert longest < 0.15
+    connection.close()

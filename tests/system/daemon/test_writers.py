@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -16,9 +17,11 @@ import zmq.asyncio
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
+    BULK_HEADER,
     BulkHello,
     Control,
     Delta,
+    End,
     Hello,
     Nack,
     NackReason,
@@ -186,3 +189,27 @@ async def writer_noticed_gone(stage: Stage) -> None:
     async with asyncio.timeout(10):
         while stage.receiver._writers:  # noqa: ASYNC110 - the receiver tells nobody
             await asyncio.sleep(0.01)
+
+
+async def test_a_writer_that_never_pauses_lets_others_run(stage: Stage) -> None:
+    """Bytes that are there already make nobody wait: pings, engines and other writers would starve."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    heard = 0
+
+    def slowly(end: End) -> None:
+        nonlocal heard
+        heard += 1
+        time.sleep(0.001)
+
+    stage.store.end = slowly  # type: ignore[method-assign]
+    message = msgspec.msgpack.encode(End("nobody", 1, 7))
+    frames = (BULK_HEADER.pack(len(message), 0) + message) * 300
+    await asyncio.get_running_loop().sock_sendall(peer.socket, frames)
+    longest = 0.0
+    while heard < 300:
+        began = time.monotonic()
+        await asyncio.sleep(0)
+        longest = max(longest, time.monotonic() - began)
+    assert longest < 0.15
+    peer.close()

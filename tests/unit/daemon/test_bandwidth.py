@@ -91,6 +91,15 @@ def test_a_link_with_tails_goes_before_links_with_bulk() -> None:
     assert shared.wait_ns("tails", urgent=True, now_ns=now_ns) == 0
 
 
+def test_tails_that_would_take_the_whole_budget_leave_links_without_tails_their_part() -> None:
+    """A peer that has nothing yet has no tails either: it would stay without for as long as others decode."""
+    shared = SharedBudget(1_000_000, burst=20_000)
+    sent = run_links(shared, {"tails": True, "bulk": False, "new": False}, 20_000, 20 * NS)
+    rest = sent["bulk"] + sent["new"]
+    assert 6 * rest <= sent["tails"] <= 10 * rest
+    assert abs(sent["bulk"] - sent["new"]) <= 40_000
+
+
 def test_a_link_that_went_away_does_not_block_the_others() -> None:
     """A claim on the budget lapses if nobody comes back for it."""
     shared = SharedBudget(1_000_000, burst=10_000)

@@ -308,12 +308,26 @@ def test_what_writers_must_be_told_is_bounded_and_told_once() -> None:
     losses = Losses(3)
     for watermark in (8, 4):
         losses.add(Loss("a", "s", 1, watermark, NackReason.CORRUPT))
+    assert [loss.watermark for loss in losses.take("a")] == [4] and losses.take("a") == []
     for number in range(5):
         losses.add(Loss("b", f"s{number}", 1, 0, NackReason.NO_ROOM))
-    assert [loss.watermark for loss in losses.take("a")] == [4] and losses.take("a") == []
-    assert [loss.seq for loss in losses.take("b")] == ["s0", "s1"]
+    assert [loss.seq for loss in losses.take("b")] == ["s2", "s3", "s4"]
     losses.add(Loss("c", "s", 1, 0, NackReason.NO_ROOM))
     assert len(losses.take("c")) == 1
+
+
+def test_losses_of_writers_that_never_come_back_do_not_keep_others_from_hearing_theirs() -> None:
+    """Hosts come and go; who is here still has to learn what is not held for it any more."""
+    losses = Losses(3)
+    gone = [Loss("gone", seq, 1, 0, NackReason.NO_ROOM) for seq in "abc"]
+    here = [Loss("here", seq, 1, 0, NackReason.NO_ROOM) for seq in "st"]
+    for loss in gone + here:
+        losses.add(loss)
+    assert losses.take("here") == here
+    assert losses.take("gone") == gone[2:]
+    for loss in here + here:
+        losses.add(loss)
+    assert losses.take("here") == here
 
 
 @pytest.mark.parametrize(("verify", "reason"), [("always", NackReason.KEY_UNKNOWN), ("load", None)])

@@ -189,6 +189,21 @@ def test_a_replica_on_the_engines_own_host_moves_away_when_it_can() -> None:
     assert made.review(["s"], 0) == [Move("s", ("b",), ("c",))]
 
 
+def test_a_sequence_that_comes_back_to_a_lost_peer_moves_then() -> None:
+    """Nobody spoke for it (its engine registered anew, its journal had a gap) when its peer was given up."""
+    made = placement("bc")
+    (holder,) = made.holders("s")
+    other = "c" if holder == "b" else "b"
+    made.lost(holder, 10)
+    assert made.review([], 10 + GRACE_NS) == []
+    assert not made.due(11 + GRACE_NS)
+    assert made.holds("s", holder)
+    assert made.due(12 + GRACE_NS)
+    assert made.review(["s"], 12 + GRACE_NS) == [Move("s", (holder,), (other,))]
+    made.forget("s")
+    assert not made.due(13 + GRACE_NS)
+
+
 def test_sequences_of_a_dead_engine_stay_where_they_can_be_restored() -> None:
     """Only what is live is reviewed: nothing else could be sent from its start."""
     made = placement()

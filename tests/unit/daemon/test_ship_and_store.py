@@ -26,7 +26,7 @@ from segue_daemon.pages import HostPages
 from segue_daemon.planner import Planner
 from segue_daemon.replicas import Refusal, Wanted
 from segue_daemon.settings import ReplicationSettings
-from segue_daemon.shipment import Ready, Shipment
+from segue_daemon.shipment import MAX_RETRIES_AT_ONCE, Ready, Shipment
 from segue_daemon.store import ReplicaStore
 
 SIZE = 4
@@ -399,6 +399,31 @@ def test_what_a_peer_gave_up_is_not_counted_as_held() -> None:
     shipment.retry_refused(1 << 20)
     again = shipment.next_delta(2, lambda: None)
     assert again and again.delta.base == 0
+    engine.close()
+
+
+def test_what_was_refused_takes_turns_when_it_is_tried_again() -> None:
+    """Those that never fit do not stand in the way of one that would."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    names = [f"s{i}" for i in range(MAX_RETRIES_AT_ONCE + 1)]
+    for name in names:
+        engine.ledger.apply(
+            Begin(0, False, b"", (SequenceBegin(name, 1, b"", ids(4), bytes(4), 4),), (), (), ())
+        )
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+    tried = []
+    number = 0
+    for _ in range(3):
+        while ready := shipment.next_delta(number + 1, lambda: None):
+            number += 1
+            tried.append(ready.delta.seq)
+            shipment.nacked(Nack(number, ready.delta.seq, 1, 0, NackReason.NO_ROOM, 0))
+        shipment.retry_refused(1 << 20)
+    assert all(tried.count(name) > 1 for name in names)
     engine.close()
 
 
