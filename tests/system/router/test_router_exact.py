@@ -11,7 +11,7 @@ from segue_core.messages.status import Exact
 from segue_router.takeover import Takeover
 from system.router.exact_engine import ExactEngine
 from system.router.fake_daemon import FakeDaemon
-from system.router.fake_engine import FakeEngine, Fault, generate, text_of
+from system.router.fake_engine import Fault, generate, text_of
 from system.router.harness import Client, Stage, eventually, session_of
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -39,12 +39,6 @@ async def able(
         engines.append(engine)
         daemons.append(daemon)
     return engines, daemons
-
-
-def told(engine: FakeEngine) -> dict[str, Any]:
-    """What the shim of an engine was told in its last request."""
-    found: dict[str, Any] = engine.seen[-1].body["kv_transfer_params"]["segue"]
-    return found
 
 
 ONLY_EXACT: list[dict[str, Any]] = [
