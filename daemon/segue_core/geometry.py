@@ -23,6 +23,8 @@ import msgspec
 from segue_core.errors import GeometryError
 
 AXES = ("block", "slot", "head", "kv", "dim", "layer", "opaque")
+MAX_BLOCKS = 1 << 26
+"""More than any engine has; the daemon keeps 8 bytes for each."""
 MAX_REGIONS = 4096
 MAX_BLOCK_BYTES = 1 << 30
 MAX_FRAGMENTS = 1 << 16
@@ -84,6 +86,9 @@ def _runs(inner: list[tuple[int, int]], itemsize: int) -> tuple[int, list[int]]:
     outer = list(inner)
     while outer and outer[-1][0] == run:
         run *= outer.pop()[1]
+    count = _product(length for _, length in outer)
+    if count > MAX_FRAGMENTS:  # before they are listed: strides may overlap, so a small handle bounds nothing
+        raise GeometryError(f"a block falls into {count} pieces")
     offsets = [
         sum(index * stride for index, (stride, _) in zip(indices, outer, strict=True))
         for indices in product(*(range(length) for _, length in outer))
@@ -105,7 +110,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def validate(self) -> Geometry:
         """Return self, or raise GeometryError with the reason: call it on anything that arrived."""
-        if not 0 < self.num_blocks < 1 << 31 or not 0 < self.block_size <= 1 << 16:
+        if not 0 < self.num_blocks <= MAX_BLOCKS or not 0 < self.block_size <= 1 << 16:
             raise GeometryError(f"geometry has {self.num_blocks} blocks of {self.block_size} slots")
         if not 0 < len(self.regions) <= MAX_REGIONS:
             raise GeometryError(f"geometry has {len(self.regions)} regions, expected 1 to {MAX_REGIONS}")
@@ -149,8 +154,8 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
         for region in self.regions:
             run, offsets = _runs(region.inner(("block",)), region.itemsize)
             stride = region.strides[region.axes.index("block")]
-            if len(offsets) > MAX_FRAGMENTS:
-                raise GeometryError(f"a block falls into {len(offsets)} pieces")
+            if len(found) + len(offsets) > MAX_FRAGMENTS:
+                raise GeometryError(f"a block falls into more than {MAX_FRAGMENTS} pieces")
             found += [Fragment(region.handle, region.offset + o, stride, run) for o in offsets]
         return tuple(found)
 

@@ -34,6 +34,8 @@ RECORD_HEADER_BYTES = 8
 SKIP = 0xFFFF_FFFF
 DEFAULT_CAPACITY = 8 << 20
 MAX_CAPACITY = 1 << 30
+MAX_RECORD_BYTES = 1 << 26
+"""The ids of more tokens than a context has: a record costs its reader many times its bytes."""
 
 
 class Word(IntEnum):
@@ -109,16 +111,21 @@ class Ring:
 
     def fits(self, payload_bytes: int) -> bool:
         """Whether a record of this size can be appended now, wherever the ring's end falls."""
-        return 2 * _padded(payload_bytes) <= self.free() or (
-            _padded(payload_bytes) <= self.free()
-            and self._position % self.capacity + _padded(payload_bytes) <= self.capacity
+        return payload_bytes <= MAX_RECORD_BYTES and (
+            2 * _padded(payload_bytes) <= self.free()
+            or (
+                _padded(payload_bytes) <= self.free()
+                and self._position % self.capacity + _padded(payload_bytes) <= self.capacity
+            )
         )
 
     def append(self, payload: bytes) -> bool:
         """Write one record; False (and counted) if there is no room. Never blocks."""
         need = _padded(len(payload))
         if not self.fits(len(payload)):
-            self._words[Word.DROPPED] += 1
+            # Said again, in case somebody wrote over it: the consumer hears of the loss, and goes on there.
+            self._words[Word.HEAD] = self._position
+            self._words[Word.DROPPED] = (self._words[Word.DROPPED] + 1) % (1 << 64)
             return False
         start = self._position % self.capacity
         if start + need > self.capacity:
@@ -156,10 +163,12 @@ class Ring:
                 raise ProtocolError(f"journal head {head} is impossible at tail {self._position}")
             length = self._get_u32(start)
             if length == SKIP:
+                if self.capacity - start > pending:
+                    raise ProtocolError(f"journal head {head} lies in the unused end of the ring")
                 self._advance(self.capacity - start)
                 continue
             need = _padded(length)
-            if need > pending or start + need > self.capacity:
+            if need > pending or start + need > self.capacity or length > MAX_RECORD_BYTES:
                 raise ProtocolError(f"journal record of {length} bytes does not fit the ring")
             body = start + RECORD_HEADER_BYTES
             payload = bytes(self._data[body : body + length])

@@ -1,6 +1,7 @@
 """The daemon's HTTP endpoint: health, status, metrics, and what the router asks during a failover.
 
-`/livez` and `/readyz`: the code is the answer. Bad requests get a 4xx that says what was expected.
+`/livez` and `/readyz`: the code is the answer; they need no token. Bad requests get a 4xx that says what was
+expected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from segue_core.messages.request import MAX_SEQ_CHARS
 from segue_core.messages.status import FenceRequest, Promoted, PromoteRequest
-from segue_core.service import error_response, json_response
+from segue_core.security import Tokens
+from segue_core.service import error_response, guarded, json_response
 from segue_daemon.app import Daemon
 from segue_daemon.metrics import registry_of
 
@@ -22,20 +24,20 @@ MAX_WAIT_MS = 10_000
 WATCH_HEARTBEAT_S = 0.2
 
 
-def build_api(daemon: Daemon) -> web.Application:
-    """The aiohttp application for one daemon."""
+def build_api(daemon: Daemon, tokens: Tokens) -> web.Application:
+    """The aiohttp application for one daemon. With `tokens` all but the two health checks needs one."""
     api = Api(daemon)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
             web.get("/livez", api.livez),
             web.get("/readyz", api.readyz),
-            web.get("/status", api.status),
-            web.get("/metrics", api.metrics),
-            web.get("/v1/watch", api.watch),
-            web.get("/v1/sequences/{seq}", api.sequence),
-            web.post("/v1/sequences/{seq}/promote", api.promote),
-            web.post("/v1/sequences/{seq}/fence", api.fence),
+            web.get("/status", guarded(api.status, tokens)),
+            web.get("/metrics", guarded(api.metrics, tokens)),
+            web.get("/v1/watch", guarded(api.watch, tokens)),
+            web.get("/v1/sequences/{seq}", guarded(api.sequence, tokens)),
+            web.post("/v1/sequences/{seq}/promote", guarded(api.promote, tokens)),
+            web.post("/v1/sequences/{seq}/fence", guarded(api.fence, tokens)),
         ]
     )
     return app
@@ -112,7 +114,7 @@ async def _body(request: web.Request, kind: Any) -> Any:
         return error_response(f"a sequence name has at most {MAX_SEQ_CHARS} characters", status=400)
     try:
         body = msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, web.RequestPayloadError) as error:
         return error_response(f"body: {error}", status=400)
     if not 0 < body.epoch < 1 << 63:
         return error_response("epoch must be from 1 to 2**63 - 1", status=400)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from array import array
 from pathlib import Path
 
@@ -25,10 +24,14 @@ from segue_core.messages.status import DaemonStatus, EngineStatus, SequenceStatu
 from segue_daemon.arena import Arena
 from segue_daemon.bucket import SharedBudget
 from segue_daemon.engine_host import EngineHost
+from segue_daemon.group import Follower, Leader, placement_of
+from segue_daemon.group_placement import FollowingPlacement
 from segue_daemon.keeper import StoreKeeper
+from segue_daemon.kept import OwnKeep
+from segue_daemon.keys import Keys
+from segue_daemon.leases import MAX_LEASES
 from segue_daemon.link import Link
 from segue_daemon.local import Connection, LocalServer
-from segue_daemon.placement import Placement
 from segue_daemon.placer import Placer
 from segue_daemon.receiver import Receiver
 from segue_daemon.replicas import MatchResult, Wanted
@@ -39,20 +42,12 @@ from segue_daemon.supervise import Tasks, supervise
 log = structlog.get_logger()
 
 
-def _placement(settings: DaemonSettings) -> Placement:
-    return Placement(
-        [peer.name for peer in settings.peers],
-        host=settings.labels.host or socket.gethostname()[:64],
-        zone=settings.labels.zone,
-        replicas=settings.replication.replicas,
-        grace_ns=settings.replication.replace_after_ms * 1_000_000,
-    )
-
-
 class Daemon:
     """One daemon beside one engine. Implements `LocalHandler` for the unix socket."""
 
-    def __init__(self, settings: DaemonSettings, clock: Clock | None = None) -> None:
+    def __init__(
+        self, settings: DaemonSettings, clock: Clock | None = None, keys: Keys | None = None
+    ) -> None:
         self.settings = settings
         self.incarnation = secrets.randbits(63) | 1
         self.ready = False
@@ -68,7 +63,7 @@ class Daemon:
             verify=settings.store.verify,
         )
         self._keeper = StoreKeeper(settings.store, self.store, self._arena, self._clock)
-        placement = _placement(settings)
+        placement = placement_of(settings)
         self._context = zmq.asyncio.Context()
         self.receiver = Receiver(
             settings,
@@ -79,9 +74,15 @@ class Daemon:
             self._replica_changed,
             running=lambda: self.host.running,
             host=placement.labels[0],
+            keys=keys,
         )
         self.links: list[Link] = []
-        self.host = EngineHost(settings, self._clock, self.links, self._tasks.spawn, self._tell_watchers)
+        ttl_ns = settings.store.keep_own_ms * 1_000_000 if settings.store.keep_own else 0
+        keep = OwnKeep(self.store, ttl_ns=ttl_ns, changed=self._replica_changed)
+        self.host = EngineHost(
+            settings, self._clock, self.links, keep, self._tasks.spawn, self._tell_watchers
+        )
+        self.store.written_here = self.host.epoch_of
         budget = SharedBudget(settings.replication.max_bytes_per_s)
         for peer in settings.peers:
             self.links.append(
@@ -94,9 +95,15 @@ class Daemon:
                     self.host,
                     placement,
                     budget,
+                    keys,
                 )
             )
         self._placer = Placer(placement, self.host, self.links, self._clock)
+        self._leader = Leader(settings, self.incarnation, placement, self._clock, self.receiver.send)
+        self.receiver.members = self._leader.hear
+        self._follower: Follower | None = None
+        if isinstance(placement, FollowingPlacement):
+            self._follower = Follower(settings, placement, self._context, self._clock, keys)
         self._local = LocalServer(Path(settings.socket), self)
         self._watermark_waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._status_changed = asyncio.Event()
@@ -110,6 +117,10 @@ class Daemon:
         self._tasks.spawn(supervise("progress", self.host.watch_progress))
         self._tasks.spawn(supervise("placement", self._placer.run))
         self._tasks.spawn(supervise("store", self._keeper.run))
+        if self._follower is not None:
+            self._tasks.spawn(supervise("rank 0", self._follower.run))
+        elif self.settings.group.ranks > 1:
+            self._tasks.spawn(supervise("other ranks", self._leader.run))
         self.ready = True
 
     async def stop(self) -> None:
@@ -137,6 +148,8 @@ class Daemon:
         found = self._find(message)
         if found.lease:
             connection.leases.add(found.lease)
+            if len(connection.leases) > MAX_LEASES:  # the oldest of so many are over
+                connection.leases.discard(min(connection.leases))
         connection.send(
             Matched(
                 request=message.request,
@@ -155,6 +168,8 @@ class Daemon:
             raise ProtocolError("match: token ids are cut, or counts negative")
         session = self.host.live
         if session is None or session.register.fingerprint != message.fingerprint:
+            return MatchResult()
+        if (session.register.rank, session.register.ranks) != (message.rank, message.ranks):
             return MatchResult()
         geometry = session.pages.geometry
         wanted = Wanted(
@@ -181,7 +196,8 @@ class Daemon:
 
     async def promote(self, seq: str, epoch: int, want_tokens: int, wait_ms: int) -> int | None:
         """Wait until `want_tokens` are here (at most `wait_ms`), then fence lower epochs. Returns the
-        watermark; None if an epoch as high stands already."""
+        watermark; None if an epoch as high stands already. Peers hear of it: one of them may hold a replica
+        that the old writer would still continue."""
         if self.store.fence(seq) >= epoch:
             return None
         try:
@@ -192,6 +208,9 @@ class Daemon:
             log.info("promoting without all tokens", seq=seq, held=self.held(seq), wanted=want_tokens)
         watermark = self.store.promote(seq, epoch, self._clock.now_ns())
         self.host.fence(seq, epoch)
+        if watermark is not None:
+            for link in self.links:
+                link.end(self.incarnation, seq, epoch)
         return watermark
 
     async def _watermark_moves(self, seq: str) -> None:
@@ -206,6 +225,9 @@ class Daemon:
                 self._watermark_waiters.pop(seq, None)
 
     def _replica_changed(self, seq: str) -> None:
+        replica = self.store.replicas.get(seq)
+        if replica is not None:
+            self.host.fence(seq, replica.epoch)  # if the engine here writes it still, it is the last to know
         for waiter in self._watermark_waiters.get(seq, ()):
             if not waiter.done():
                 waiter.set_result(None)
@@ -221,12 +243,13 @@ class Daemon:
         replica = self.store.replicas.get(seq)
         sequence = session.ledger.sequences.get(seq) if session is not None else None
         newest = replica.epoch if replica is not None else 0
-        if session is not None and sequence is not None and sequence.epoch >= newest:
+        kept = replica is not None and replica.own and replica.epoch == newest
+        if session is not None and sequence is not None and sequence.epoch >= newest + kept:
             peers = {link.name: link.watermark(session, seq) for link in self.links}
             return SequenceStatus(
                 seq=seq,
-                role="owner",
-                epoch=sequence.epoch,
+                role="fenced" if sequence.fenced else "owner",
+                epoch=max(sequence.epoch, sequence.fence),
                 computed=sequence.computed,
                 known=sequence.known,
                 watermark=max(peers.values(), default=0),
@@ -234,7 +257,7 @@ class Daemon:
                 peers=peers,
             )
         if replica is None:
-            return None
+            return self._remains_of(seq)
         return SequenceStatus(
             seq=seq,
             role="replica",
@@ -243,6 +266,20 @@ class Daemon:
             known=replica.watermark,
             watermark=replica.watermark,
             bytes=len(replica.blocks) * replica.block_bytes,
+        )
+
+    def _remains_of(self, seq: str) -> SequenceStatus | None:
+        left = self.store.remains(seq)
+        if left is None:
+            return None
+        return SequenceStatus(
+            seq=seq,
+            role="cached",
+            epoch=max(left.epoch, self.store.fence(seq)),
+            computed=left.tokens,
+            known=left.tokens,
+            watermark=left.tokens,
+            bytes=left.nbytes,
         )
 
     # -- status -------------------------------------------------------------------------------
@@ -262,6 +299,7 @@ class Daemon:
             peers=tuple(link.status() for link in self.links),
             store=self._store_status(),
             copies=self._placer.status(),
+            group=(self._follower or self._leader).status(),
         )
 
     def _store_status(self) -> StoreStatus:
@@ -282,6 +320,8 @@ class Daemon:
             evicted_cached_blocks=store.evictor.cached_blocks,
             evicted_stale_replicas=store.evictor.stale_replicas,
             evicted_live_replicas=store.evictor.live_replicas,
+            own_replicas=store.evictor.own,
+            evicted_own_replicas=store.evictor.own_replicas,
             poisoned_blocks=store.poisoned,
             scrubbed_bytes=self._keeper.scrubber.scrubbed_bytes,
         )

@@ -71,9 +71,9 @@ class BlockPool:
         self._unname(next(iter(self._cached.values())))
         return True
 
-    def seal(self, block: Block, key: bytes, now_ns: int = 0) -> Block:
+    def seal(self, block: Block, key: bytes, now_ns: int = 0, checksum: int | None = None) -> Block:
         """Name a block by its content. If that content is held already, the caller's hold moves to
-        the block that holds it; returns the block to go on with."""
+        the block that holds it; returns the block to go on with. `checksum`: if it is known already."""
         if block.key == key:
             return block
         twin = self._by_key.get(key)
@@ -85,7 +85,8 @@ class BlockPool:
             block.key = key
             self._by_key[key] = block
             if self._checksums:
-                block.checksum, block.checked_ns = self._digest(block), now_ns
+                block.checksum = self._digest(block) if checksum is None else checksum
+                block.checked_ns = now_ns
         return block
 
     def intact(self, block: Block, now_ns: int) -> bool:

@@ -12,10 +12,12 @@ import structlog
 from segue_core import __version__
 from segue_core.errors import ConfigError
 from segue_core.logs import configure_logging
-from segue_core.service import run_service, start_http, until_signalled, warn_beyond_loopback
+from segue_core.security import is_loopback
+from segue_core.service import run_service, start_http, until_signalled, warn_unprotected
 from segue_core.settings import load_settings
 from segue_daemon.api import build_api
 from segue_daemon.app import Daemon
+from segue_daemon.keys import Protection, load_protection
 from segue_daemon.settings import DaemonSettings
 
 log = structlog.get_logger()
@@ -48,28 +50,34 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = load_settings(arguments.config, DaemonSettings, prefix="SEGUE_DAEMON")
+        if arguments.log_level:
+            settings = msgspec.structs.replace(settings, log_level=arguments.log_level)
+        configure_logging(settings.log_level, settings.log_format)
+        protection = load_protection(settings)
     except ConfigError as error:
         print(f"segue-daemon: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if arguments.check:
         print(f"ok: daemon {settings.name}, {len(settings.peers)} peers")  # noqa: T201
         return 0
-    if arguments.log_level:
-        settings = msgspec.structs.replace(settings, log_level=arguments.log_level)
-    configure_logging(settings.log_level, settings.log_format)
-    return run_service(lambda: serve(settings))
+    return run_service(lambda: serve(settings, protection))
 
 
-async def serve(settings: DaemonSettings) -> None:
+async def serve(settings: DaemonSettings, protection: Protection) -> None:
     """Run one daemon until SIGTERM or SIGINT. Raises StartupError."""
-    for key, host in (("http.host", settings.http.host), ("listen.host", settings.listen.host)):
-        warn_beyond_loopback(key, host)
-    daemon = Daemon(settings)
+    warn_unprotected(protection.openings)
+    if not settings.http.tls and protection.tokens and not is_loopback(settings.http.host):
+        log.warning("the token crosses the network in plain text", key="http.tls", hint="http: {tls: true}")
+    daemon = Daemon(settings, keys=protection.keys)
     runner = None
     try:
         await daemon.start()
         runner, port = await start_http(
-            build_api(daemon), settings.http.host, settings.http.port, what="http"
+            build_api(daemon, protection.tokens),
+            settings.http.host,
+            settings.http.port,
+            what="http",
+            tls=protection.web,
         )
         log.info(
             "daemon ready",

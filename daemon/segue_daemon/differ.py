@@ -1,8 +1,8 @@
 """The differ: a plan becomes a delta, with its bytes.
 
 Sealed blocks go once, whole, and not at all if the peer holds their content key. A tail goes as slot
-runs where the geometry says where a slot's bytes are, else as changed 8-byte words against a shadow of
-what the peer has. Copy, then check: everything is copied out of the engine's memory first; the caller
+runs where the geometry says where a slot's bytes are, else as changed items against a shadow of what the
+peer has. Copy, then check: everything is copied out of the engine's memory first; the caller
 drains the journal and asks `still_good` before it sends.
 
 One `Differ` a peer. Invariant: after `accept`, a shadow is byte for byte what the peer has of that
@@ -20,12 +20,15 @@ import xxhash
 from segue_core.content_key import TOKEN_BYTES
 from segue_core.messages.peer import Delta, Part, PartKind
 from segue_daemon.arena import Bytes
-from segue_daemon.deltas import CHANGED_WORD_BYTES, WORD_BYTES
+from segue_daemon.deltas import EMPTY_DIGEST, ENTRY_BYTES, ITEM_BYTES, checksum_of, encode_items
 from segue_daemon.ledger import Ledger, Sequence
 from segue_daemon.pages import Pages
 from segue_daemon.planner import Plan
+from segue_daemon.slot_map import Numbers, SlotMap, Words
 
 MAX_HELD_KEYS = 1 << 20
+WORD_BYTES = 8
+"""Copy and shadow are compared in words first, and only changed words item by item."""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Built:
     upto: int
     tail: Bytes | None
     """Copy of the tail block as the peer will have it; None if the delta ends on a block boundary."""
+    changed: tuple[int, Numbers] | None = None
+    """(slot, items that changed) if it brings a single token and the differ wants to know."""
 
 
 class Differ:
@@ -51,10 +56,19 @@ class Differ:
         self._pages = pages
         self._incarnation = incarnation
         self._staging: Bytes = np.empty(max(delta_bytes, self.block_bytes) + 2 * self.block_bytes, np.uint8)
+        itemsizes = [region.itemsize for region in geometry.regions]
+        self._item_bytes = max(n for n in ITEM_BYTES if all(size % n == 0 for size in itemsizes))
         self._padded = (self.block_bytes + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
+        opaque_bytes = 0 if geometry.slot_axis_known else self._padded
+        items = min(opaque_bytes, self.block_bytes) // self._item_bytes
+        self._map = SlotMap(slots=geometry.block_size, items=items, item_bytes=self._item_bytes)
+        self._zeros: Bytes = np.zeros(opaque_bytes, np.uint8)
+        self._scratch = np.empty(opaque_bytes // WORD_BYTES, np.uint64)
+        self._changed: tuple[int, Numbers] | None = None
         self._shadows: OrderedDict[str, Bytes] = OrderedDict()
         self._max_shadows = shadow_bytes // self._padded
         self._spare: list[Bytes] = []
+        self._run_tables: dict[tuple[int, int], Bytes] = {}
         self.held_keys: OrderedDict[bytes, None] = OrderedDict()
 
     def build(self, sequence: Sequence, plan: Plan, number: int) -> Built | None:
@@ -64,8 +78,10 @@ class Differ:
         if not self._ledger.intact(sequence, first, last):
             return None
         parts: list[Part] = []
+        digests: list[int] = []
         at = 0
         tail: Bytes | None = None
+        self._changed = None
         for position in range(first, last):
             sealed = (position + 1) * size <= plan.upto
             key = self._ledger.key(sequence, position) if sealed else b""
@@ -73,9 +89,12 @@ class Differ:
             if sealed and not begun and key in self.held_keys:
                 self.held_keys.move_to_end(key)
                 parts.append(Part(position, PartKind.KEY, key, 0))
+                digests.append(EMPTY_DIGEST)
                 continue
             part, tail = self._part(sequence, position, key, plan, at)
             parts.append(part)
+            # At once: the copy is still in the processor's cache.
+            digests.append(xxhash.xxh3_64_intdigest(self._staging[at : at + part.nbytes].data))
             at += part.nbytes
         payload = self._staging[:at].data
         delta = Delta(
@@ -90,9 +109,9 @@ class Differ:
             base=plan.base,
             token_ids=bytes(sequence.token_ids[plan.base * TOKEN_BYTES : plan.upto * TOKEN_BYTES]),
             parts=tuple(parts),
-            checksum=xxhash.xxh3_64_intdigest(payload),
+            checksum=checksum_of(digests),
         )
-        return Built(delta, payload, plan.upto, tail)
+        return Built(delta, payload, plan.upto, tail, self._changed)
 
     def _part(
         self, sequence: Sequence, position: int, key: bytes, plan: Plan, at: int
@@ -101,44 +120,78 @@ class Differ:
         block = sequence.blocks[position]
         size = self._ledger.geometry.block_size
         begun = position * size < plan.base
-        if begun and self._ledger.geometry.slot_axis_known:
-            low = plan.base - position * size
-            high = min(size, plan.upto - position * size)
-            return self._slots(position, key, block, low, high, at), None
         if key and not begun:
             self._pages.copy_block(block, self._staging[at : at + self.block_bytes])
             return Part(position, PartKind.WHOLE, key, self.block_bytes), None
+        if self._ledger.geometry.slot_axis_known:
+            low = max(0, plan.base - position * size)
+            high = min(size, plan.upto - position * size)
+            return self._slots(position, key, block, low, high, at), None
+        return self._tail(sequence, position, key, plan, at)
+
+    def _tail(
+        self, sequence: Sequence, position: int, key: bytes, plan: Plan, at: int
+    ) -> tuple[Part, Bytes | None]:
+        """What the peer lacks of a block whose slots cannot be addressed."""
+        size = self._ledger.geometry.block_size
+        begun = position * size < plan.base
         copy = self._spare.pop() if self._spare else np.zeros(self._padded, np.uint8)
-        self._pages.copy_block(block, copy[: self.block_bytes])
-        shadow = self._shadows.get(sequence.seq) if begun else None
-        part = self._changed_words(position, key, copy, shadow, at) if shadow is not None else None
+        self._pages.copy_block(sequence.blocks[position], copy[: self.block_bytes])
+        shadow = self._shadows.get(sequence.seq) if begun else self._zeros
+        if shadow is None or not (begun or self._map.ready):
+            part, numbers = None, None
+        else:
+            if not key and self._map.ready:
+                self._leave_out(copy, shadow, self._map.later(plan.upto - position * size))
+            part, numbers = self._changed_items(position, key, copy, shadow, at)
+        slot = plan.base - position * size
+        if numbers is not None and plan.upto == plan.base + 1 and self._map.wants(slot):
+            self._changed = slot, numbers
         if part is None:
             self._staging[at : at + self.block_bytes] = copy[: self.block_bytes]
             part = Part(position, PartKind.WHOLE, key, self.block_bytes)
         if key:
-            self._spare.append(copy)
+            self._keep_spare(copy)
             return part, None
         return part, copy
 
+    def _leave_out(self, copy: Bytes, shadow: Bytes, later: Words) -> None:
+        """Make `copy` what the peer has wherever the bits of `later` say that it does not matter yet."""
+        words = copy.view(np.uint64)
+        np.bitwise_xor(words, shadow.view(np.uint64), out=self._scratch)
+        np.bitwise_and(self._scratch, later, out=self._scratch)
+        np.bitwise_xor(words, self._scratch, out=words)
+
     def _slots(self, position: int, key: bytes, block: int, low: int, high: int, at: int) -> Part:
         """Slots [low, high) as runs."""
-        runs = self._ledger.geometry.slot_runs(low, high)
-        table = np.array([(run.packed, run.piece.nbytes) for run in runs], "<u4")
-        self._staging[at : at + table.nbytes] = table.reshape(-1).view(np.uint8)
+        table = self._run_tables.get((low, high))
+        if table is None:
+            runs = self._ledger.geometry.slot_runs(low, high)
+            entries = np.array([(run.packed, run.piece.nbytes) for run in runs], "<u4")
+            table = self._run_tables[low, high] = entries.reshape(-1).view(np.uint8)
+        self._staging[at : at + table.nbytes] = table
         nbytes = table.nbytes + self._pages.copy_slots(block, low, high, self._staging[at + table.nbytes :])
-        return Part(position, PartKind.RUNS, key, nbytes, count=len(runs))
+        return Part(position, PartKind.RUNS, key, nbytes, count=table.nbytes // ENTRY_BYTES)
 
-    def _changed_words(self, position: int, key: bytes, copy: Bytes, shadow: Bytes, at: int) -> Part | None:
-        """The difference to what the peer has; None if the whole block is cheaper."""
-        now = copy.view(np.uint64)
-        changed = np.flatnonzero(now != shadow.view(np.uint64))
-        nbytes = len(changed) * CHANGED_WORD_BYTES
+    def _changed_items(
+        self, position: int, key: bytes, copy: Bytes, shadow: Bytes, at: int
+    ) -> tuple[Part | None, Numbers]:
+        """The difference to what the peer has (None: the whole block is cheaper), and the items' numbers."""
+        size = self._item_bytes
+        kind, lanes = f"u{size}", WORD_BYTES // size
+        words = np.flatnonzero(copy.view(np.uint64) != shadow.view(np.uint64))
+        now, before = (memory.view(kind).reshape(-1, lanes)[words] for memory in (copy, shadow))
+        changed = np.flatnonzero(now != before)
+        values = now.reshape(-1)[changed]
+        numbers: Numbers = words[changed // lanes] * lanes + changed % lanes
+        steps = encode_items(numbers)
+        middle = at + len(steps) * ENTRY_BYTES
+        nbytes = len(steps) * ENTRY_BYTES + values.nbytes
         if nbytes >= self.block_bytes:
-            return None
-        middle = at + 4 * len(changed)
-        self._staging[at:middle] = changed.astype("<u4").view(np.uint8)
-        self._staging[middle : at + nbytes] = now[changed].view(np.uint8)
-        return Part(position, PartKind.WORDS, key, nbytes, count=len(changed))
+            return None, numbers
+        self._staging[at:middle] = steps.reshape(-1).view(np.uint8)
+        self._staging[middle : at + nbytes] = values.view(np.uint8)
+        return Part(position, PartKind.ITEMS, key, nbytes, len(steps), size), numbers
 
     def still_good(self, sequence: Sequence, built: Built) -> bool:
         """After the journal was drained: was every block copied before anybody else got it?"""
@@ -148,6 +201,8 @@ class Differ:
     def accept(self, built: Built) -> None:
         """`built` goes out: remember what the peer will have."""
         self._drop_shadow(built.delta.seq)
+        if built.changed is not None:
+            self._map.learn(*built.changed)
         if built.tail is not None and self._max_shadows:
             if len(self._shadows) >= self._max_shadows:
                 self._spare.append(self._shadows.popitem(last=False)[1])

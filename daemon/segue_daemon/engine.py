@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 
 import msgspec
 import structlog
@@ -17,18 +18,21 @@ from segue_core.clock import Clock
 from segue_core.errors import ProtocolError
 from segue_core.framing import decode
 from segue_core.lifeline import LifelineWatch
-from segue_core.messages.journal import Record
+from segue_core.messages.journal import Commit, Record
 from segue_core.messages.local import Register
 from segue_core.ring import Ring, Word
 from segue_core.shared_memory import check_sealed
 from segue_daemon.ledger import Changes, Ledger
 from segue_daemon.pages import HostPages
+from segue_daemon.scan import BlockScan
 
 log = structlog.get_logger()
 
 MAX_RECORDS_PER_DRAIN = 10_000
 UNREADABLE_NS = 100_000_000
 """A record that cannot be read for this long is not late but broken."""
+RANKS = struct.Struct("<II")
+"""Rank and number of ranks: another part of an engine has other KV of the same tokens."""
 FIXED_FDS = 3
 """Journal, doorbell and lifeline come before the descriptors of the pages."""
 
@@ -45,6 +49,9 @@ class EngineSession:
         self.pid = pid
         self.dead = False
         self.broken_records = 0
+        self.committed_at = 0
+        """Where the newest commit that was applied ends in the journal, in bytes since its start."""
+        self.scan = BlockScan() if register.notice == "after" else None
         self._clock = clock
         self._fds = fds
         self._unreadable_since = 0
@@ -61,13 +68,19 @@ class EngineSession:
         os.set_blocking(self.doorbell, False)
         self.lifeline = LifelineWatch(fds[2])
         self.pages = HostPages(geometry, fds[FIXED_FDS:])
-        combined = hashlib.blake2b(register.fingerprint + geometry.digest, digest_size=16).digest()
+        place = RANKS.pack(register.rank, register.ranks)
+        combined = hashlib.blake2b(register.fingerprint + geometry.digest + place, digest_size=16).digest()
         self.ledger = Ledger(geometry, combined, max_sequences=max_sequences)
 
     @property
     def incarnation(self) -> int:
         """The engine process's identity for this life."""
         return self.register.incarnation
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was let go."""
+        return not self._fds
 
     def drain(self) -> list[Changes]:
         """Take what the journal has. What is wrong with it costs protection for a moment, nothing else."""
@@ -81,7 +94,10 @@ class EngineSession:
                 payload = self.ring.read()
                 if payload is None:
                     break
-                changes.append(self.ledger.apply(decode(payload, Record, peer="journal")))
+                record = decode(payload, Record, peer="journal")
+                changes.append(self.ledger.apply(record))
+                if isinstance(record, Commit):
+                    self.committed_at = self.ring.get(Word.TAIL)
             except (ProtocolError, msgspec.MsgspecError) as error:
                 changes.append(self._lost(str(error)))
                 break
@@ -110,6 +126,11 @@ class EngineSession:
             "journal lost records; asking for all sequences", engine=self.register.engine, reason=reason
         )
         return self.ledger.forget_all()
+
+    @property
+    def written(self) -> int:
+        """Bytes that were written to the journal since its start, applied or not."""
+        return self.ring.get(Word.HEAD)
 
     def sleep(self) -> bool:
         """Ask for the doorbell; False if something was written meanwhile (drain again)."""

@@ -1,9 +1,9 @@
 """The engine beside this daemon, from registration to the release of its memory.
 
 Owns the one engine session there is: takes it in, reads its journal when the doorbell rings, judges its
-progress, hears of its death, ships what is left, and lets its memory go within `salvage_ms`. Tells the links
-what changed and decides nothing about what they send. Invariants: one live engine at a time; a sequence for
-which nobody speaks any more ends at the peers after `ORPHAN_S`.
+progress, hears of its death, ships what is left or has it kept here, and lets its memory go within
+`salvage_ms`. Tells the links what changed and decides nothing about what they send. Invariants: one live
+engine at a time; a sequence for which nobody speaks any more ends at the peers after `ORPHAN_S`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from segue_core.messages.local import Fenced, Refused, Register
 from segue_core.messages.status import EngineState, EngineStatus
 from segue_core.ring import Word
 from segue_daemon.engine import EngineSession
+from segue_daemon.kept import OwnKeep
 from segue_daemon.ledger import Changes
+from segue_daemon.ledger import Sequence as LedgerSequence
 from segue_daemon.link import Link
 from segue_daemon.local import Connection
 from segue_daemon.progress import ProgressJudge, Sample, cpu_ticks
 from segue_daemon.settings import DaemonSettings
+from segue_daemon.wire import Slices
 
 log = structlog.get_logger()
 
@@ -51,6 +54,7 @@ class EngineHost:
         settings: DaemonSettings,
         clock: Clock,
         links: Sequence[Link],
+        keep: OwnKeep,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         changed: Callable[[], None],
     ) -> None:
@@ -59,6 +63,7 @@ class EngineHost:
         self._settings = settings
         self._clock = clock
         self._links = links
+        self._keep = keep
         self._spawn = spawn
         self._changed = changed
         self._worker: Connection | None = None
@@ -77,10 +82,19 @@ class EngineHost:
         session = self.live
         return min(session.ring.get(Word.RUNNING), MAX_RUNNING) if session is not None else None
 
+    def epoch_of(self, seq: str) -> int:
+        """The epoch under which the living engine writes `seq`; 0: it does not, or not any more."""
+        session = self.live
+        sequence = session.ledger.sequences.get(seq) if session is not None else None
+        return sequence.epoch if sequence is not None else 0
+
     # -- coming and going ---------------------------------------------------------------------
 
     def register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
         """Take an engine in. Raises ProtocolError or GeometryError; `fds` are then still the caller's."""
+        misplaced = self._settings.group.refusal(message.rank, message.ranks)
+        if misplaced:
+            return Refused(misplaced, retry=False)
         current = self.session
         if current is not None and not current.dead:
             if cpu_ticks(current.pid) >= 0 and not exiting(current.pid):
@@ -113,7 +127,7 @@ class EngineHost:
             model=message.model,
             blocks=message.geometry.num_blocks,
             block_bytes=message.geometry.block_bytes,
-            tails="slot runs" if message.geometry.slot_axis_known else "changed words",
+            tails="slot runs" if message.geometry.slot_axis_known else "changed items",
         )
         self.drain_and_sleep()
         self._changed()
@@ -162,17 +176,36 @@ class EngineHost:
             self._unmap(session)
 
     async def _salvage(self, session: EngineSession) -> None:
-        """Ship what peers do not have yet from the mapping that outlived the engine, then unmap."""
+        """Ship what peers do not have yet from the mapping that outlived the engine, keep here what none of
+        them gets in half the time, then unmap."""
         started_ns = self._clock.now_ns()
+        most_s = self._settings.timeouts.salvage_ms / 1000
+        flushed = asyncio.gather(*(link.flushed(session) for link in self._links))
         try:
-            async with asyncio.timeout(self._settings.timeouts.salvage_ms / 1000):
-                await asyncio.gather(*(link.flushed(session) for link in self._links))
+            async with asyncio.timeout(most_s):
+                await asyncio.wait({flushed}, timeout=most_s / 2 if self._keep.enabled else None)
+                await self._keep_own(session)
+                await flushed
         except TimeoutError:
             log.warning("salvage ran out of time", engine=session.register.engine)
         finally:
+            flushed.cancel()
             self._unmap(session)
         released_ms = (self._clock.now_ns() - started_ns) // 1_000_000
         log.info("engine memory released", engine=session.register.engine, after_ms=released_ms)
+
+    async def _keep_own(self, session: EngineSession) -> None:
+        """Keep here what no connected peer has whole. Raises CancelledError when time is up."""
+
+        def protected(sequence: LedgerSequence) -> bool:
+            return any(
+                link.connected and link.watermark(session, sequence.seq) >= sequence.shippable
+                for link in self._links
+            )
+
+        slices = Slices(self._clock)
+        for _ in self._keep.slices(session, protected, self._clock.now_ns):
+            await slices.share()
 
     def _unmap(self, session: EngineSession) -> None:
         for link in self._links:
@@ -220,6 +253,7 @@ class EngineHost:
                     self._orphans.pop((session.incarnation, seq, sequence.epoch), None)
         for seq, epoch in changes.ended:
             self._end(session.incarnation, seq, epoch)
+            self._keep.over(session.incarnation, seq, epoch)
         for link in self._links:
             link.note(session, changes)
 
@@ -255,6 +289,7 @@ class EngineHost:
             for key, deadline in list(self._orphans.items()):
                 if deadline < loop.time():
                     self._end(*key)
+            self._keep.expire(self._clock.now_ns())
             session = self.live
             if session is None:
                 continue
@@ -281,7 +316,14 @@ class EngineHost:
         """The engine as seen from here."""
         session = self.session
         if session is None:
-            return EngineStatus(engine="", state="absent", detail="no engine has registered yet")
+            group = self._settings.group
+            return EngineStatus(
+                engine="",
+                state="absent",
+                detail="no engine has registered yet",
+                rank=group.rank,
+                ranks=group.ranks,
+            )
         state, age_ms = self._verdict
         live = not session.dead
         return EngineStatus(
@@ -291,14 +333,17 @@ class EngineHost:
             model=session.register.model,
             fingerprint=session.ledger.fingerprint.hex(),
             pid=session.pid,
-            running=session.ring.get(Word.RUNNING) if live else 0,
+            running=min(session.ring.get(Word.RUNNING), MAX_RUNNING) if live else 0,
             step=session.ledger.step,
             progress_age_ms=age_ms,
             sequences=len(session.ledger.sequences) if live else 0,
+            fenced=session.ledger.fenced if live else 0,
             journal_dropped=session.ring.get(Word.DROPPED) if live else 0,
             journal_broken=session.broken_records,
             sequences_refused=session.ledger.refused,
             generation_defaults=session.register.defaults,
             exact=session.register.exact,
             exact_detail=session.register.exact_detail,
+            rank=session.register.rank,
+            ranks=session.register.ranks,
         )

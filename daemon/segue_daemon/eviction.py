@@ -3,13 +3,15 @@
 Use of the arena may pass the *high mark*; then it is brought down to the *low mark*, in this order:
 
 1. cached blocks that no replica uses, least recently asked for first;
-2. stale sessions: replicas that nothing happened to for `session_ttl_ns`;
-3. live replicas, those of lowest value first: of the `WINDOW` least recently touched the one with the fewest
+2. what is kept for the engine of this host, those of lowest value first;
+3. stale sessions: replicas that nothing happened to for `session_ttl_ns`;
+4. live replicas, those of lowest value first: of the `WINDOW` least recently touched the one with the fewest
    tokens, because the cost to compute a prefix again grows faster than its length.
 
 A replica is dropped whole (its sealed blocks become cache), and its writer is told. New replicas are admitted
-only up to the low mark and never push another one out: only the growth of what is here already does. So a
-sequence that was dropped is not sent again, to push out the next, before there really is room.
+only up to the low mark and never push another peer's out: only the growth of what is here already does. So a
+sequence that was dropped is not sent again, to push out the next, before there really is room. What is kept
+for the engine of this host stays below the low mark, and nothing but cache goes for it.
 
 Invariants: what is being loaded, or is receiving a delta, is not touched; nobody gives way to itself;
 `relieve` and `trim` stop after `MAX_BLOCKS` blocks, each O(1), but finish the one replica that they drop.
@@ -67,6 +69,7 @@ class Evictor:
         `gone`, and tells its writer. `session_ttl_ns` 0: no session ever is stale."""
         self._pool = pool
         self._replicas: OrderedDict[str, Replica] = OrderedDict()
+        self._own: OrderedDict[str, Replica] = OrderedDict()
         self._budget = budget
         self._ttl_ns = session_ttl_ns
         self._loading = loading
@@ -75,17 +78,24 @@ class Evictor:
         self._wanted_bytes = 0
         """The most that was refused for lack of room, and is still wanted."""
         self.cached_blocks = 0
+        self.own_replicas = 0
         self.stale_replicas = 0
         self.live_replicas = 0
 
     def touched(self, replica: Replica) -> None:
         """`replica` is new, has grown or was asked for: it is the last that goes."""
-        self._replicas[replica.seq] = replica
-        self._replicas.move_to_end(replica.seq)
+        replicas = self._own if replica.own else self._replicas
+        replicas[replica.seq] = replica
+        replicas.move_to_end(replica.seq)
 
     def gone(self, replica: Replica) -> None:
         """`replica` is not in the store any more."""
-        self._replicas.pop(replica.seq, None)
+        (self._own if replica.own else self._replicas).pop(replica.seq, None)
+
+    @property
+    def own(self) -> int:
+        """Replicas kept for the engine of this host."""
+        return len(self._own)
 
     @property
     def live_bytes(self) -> int:
@@ -94,14 +104,20 @@ class Evictor:
 
     @property
     def room_bytes(self) -> int:
-        """Room for replicas that are not here yet."""
-        return max(0, self._budget.low - self.live_bytes)
+        """Room for peers' replicas that are not here yet; what is kept for the engine here gives way."""
+        own = sum(replica.placed_bytes for replica in self._own.values())
+        return max(0, self._budget.low - max(0, self.live_bytes - own))
+
+    def admit_own(self, nbytes: int) -> bool:
+        """Whether what is kept for the engine of this host may take `nbytes` more. If there is nothing else
+        it may begin with whatever there is."""
+        return not (self._replicas or self._own) or self.live_bytes + nbytes <= self._budget.low
 
     def admit(self, nbytes: int, now_ns: int) -> bool:
-        """Whether a replica that is not here yet may begin with `nbytes`; only stale ones give way to it. The
-        first one of all may take whatever there is."""
+        """Whether a replica that is not here yet may begin with `nbytes`; only stale ones, and what is kept
+        for the engine here, give way to it. The first one of all may take whatever there is."""
         while self._replicas and self.live_bytes + nbytes > self._budget.low:
-            if not self._drop_stale(now_ns, None):
+            if not self._drop_own() and not self._drop_stale(now_ns, None):
                 self._wanted_bytes = max(self._wanted_bytes, nbytes)
                 return False
         return True
@@ -114,7 +130,8 @@ class Evictor:
             return False  # whatever the others gave up, it would not fit
         while self._pool.used_bytes + nbytes > self._budget.limit:
             if not self._evict_one(now_ns, beneficiary, live=beneficiary is not None):
-                self._wanted_bytes = max(self._wanted_bytes, nbytes)
+                if beneficiary is None or not beneficiary.own:
+                    self._wanted_bytes = max(self._wanted_bytes, nbytes)
                 return False
         return True
 
@@ -165,16 +182,29 @@ class Evictor:
         if self._pool.evict():
             self.cached_blocks += 1
             return 1
-        done = self._drop_stale(now_ns, beneficiary)
+        if beneficiary is not None and beneficiary.own:
+            return 0
+        done = self._drop_own() or self._drop_stale(now_ns, beneficiary)
         if done or not live:
             return done
-        candidates = [
-            replica for replica in islice(self._replicas.values(), SCAN) if self._spare(replica, beneficiary)
-        ]
-        if not candidates:
+        victim = self._cheapest(self._replicas, beneficiary)
+        if victim is None:
             return 0
-        victim = min(candidates[:WINDOW], key=lambda replica: replica.watermark)
         self.live_replicas += 1
+        self._drop(victim)
+        return max(1, len(victim.blocks))
+
+    def _cheapest(
+        self, replicas: OrderedDict[str, Replica], beneficiary: Replica | None = None
+    ) -> Replica | None:
+        spare = [replica for replica in islice(replicas.values(), SCAN) if self._spare(replica, beneficiary)]
+        return min(spare[:WINDOW], key=lambda replica: replica.watermark, default=None)
+
+    def _drop_own(self) -> int:
+        victim = self._cheapest(self._own)
+        if victim is None:
+            return 0
+        self.own_replicas += 1
         self._drop(victim)
         return max(1, len(victim.blocks))
 

@@ -1,8 +1,9 @@
-"""A queue that is fair in bytes: who waits and was served least comes next. Pure.
+"""A queue that is fair in what its names are charged: who waits and paid least comes next. Pure.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with equal weights. Invariants: between two names that wait
-all the time, what they were served never differs by more than the largest single charge of each; a name that
-was idle saves nothing up. Each operation costs O(log n) of what waits.
+Start-time fair queueing (Goyal, Vin, Cheng 1996). Weights are the caller's: who is charged half the price for
+the same bytes gets twice as many. Invariants: between two names that wait all the time, what they were
+charged never differs by more than the largest single charge of each, so nobody starves; a name that was idle
+saves nothing up. Each operation costs O(log n) of what waits.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from segue_core.messages.peer import NackReason, Part, PartKind
+from segue_core.messages.peer import Delta, NackReason, Part, PartKind
 from segue_daemon.arena import Bytes, rounded
 from segue_daemon.blocks import Block, BlockPool
 from segue_daemon.deltas import apply_patch
@@ -52,14 +52,17 @@ class Intake:
                 if block is None or not self._sound(block, now_ns):
                     return NackReason.KEY_UNKNOWN
                 self._pool.hold(block)
-            elif part.kind != PartKind.WHOLE and part.position >= len(reservation.replica.blocks):
+            elif _begins(reservation, part) and _begun(reservation.delta, part):
                 return NackReason.GAP
             reservation.targets.append((part, block))
         return None
 
     def _find_room(self, reservation: Reservation, now_ns: int) -> NackReason | None:
-        need = sum(rounded(part.nbytes) for part, _ in reservation.targets if part.kind == PartKind.WHOLE)
-        if reservation.fresh and not self._admit(reservation.replica, need, now_ns):
+        parts = reservation.delta.parts
+        new = sum(part.kind == PartKind.WHOLE or _begins(reservation, part) for part in parts)
+        need = new * rounded(reservation.delta.block_bytes)
+        to_admit = reservation.fresh or reservation.replica.own
+        if to_admit and not self._admit(reservation.replica, need, now_ns):
             return NackReason.NO_ROOM
         if need and not self._evictor.make_room(need, now_ns, _beneficiary(reservation)):
             return NackReason.NO_ROOM
@@ -72,9 +75,12 @@ class Intake:
         return None
 
     def _admit(self, replica: Replica, need: int, now_ns: int) -> bool:
-        if self._evictor.admit(need, now_ns):
-            return True
-        return self._supersede(replica) and self._evictor.admit(need, now_ns)
+        def admitted() -> bool:
+            if replica.own:
+                return self._evictor.admit_own(need)
+            return self._evictor.admit(need, now_ns)
+
+        return admitted() or (self._supersede(replica) and admitted())
 
     def _allocate(self, nbytes: int, now_ns: int, reservation: Reservation) -> Block | None:
         beneficiary = _beneficiary(reservation)
@@ -83,6 +89,7 @@ class Intake:
         while (block := self._pool.allocate(nbytes)) is None:
             if not self._evictor.evict_for_extent(now_ns, beneficiary):
                 return None
+        reservation.replica.placed_bytes += rounded(nbytes)
         return block
 
     def room_for(self, reservation: Reservation, index: int) -> Bytes | None:
@@ -99,18 +106,18 @@ class Intake:
         for index, (part, block) in enumerate(reservation.targets):
             if block is not None:
                 continue
-            old = reservation.replica.blocks[part.position]
-            if not (old.pins or old.key or old.users > 1):
+            old = None if _begins(reservation, part) else reservation.replica.blocks[part.position]
+            if old is not None and not (old.pins or old.key or old.users > 1):
                 self._pool.hold(old)
                 patched[index] = old
                 continue
-            copy = self._allocate(old.nbytes, now_ns, reservation)
-            if copy is None:
+            new = self._allocate(reservation.delta.block_bytes, now_ns, reservation)
+            if new is None:
                 for held in patched.values():
                     self._pool.let_go(held)
                 return None
-            self._pool.memory(copy)[:] = self._pool.memory(old)
-            patched[index] = copy
+            self._pool.memory(new)[:] = 0 if old is None else self._pool.memory(old)
+            patched[index] = new
         return patched
 
     def place(
@@ -123,7 +130,8 @@ class Intake:
                 block = patched[index]
                 apply_patch(self._pool.memory(block), part, buffered[index])
             if part.key:
-                block = self._pool.seal(block, part.key, now_ns)
+                known = reservation.digests.get(index) if part.kind == PartKind.WHOLE else None
+                block = self._pool.seal(block, part.key, now_ns, known)
             if part.position < len(blocks):
                 before, blocks[part.position] = blocks[part.position], block
                 self._pool.let_go(before)
@@ -143,6 +151,17 @@ class Intake:
             reservation.replica.busy -= 1
 
 
+def _begins(reservation: Reservation, part: Part) -> bool:
+    """Whether this is the first change to a block: to one of zeros."""
+    changes = part.kind in (PartKind.ITEMS, PartKind.RUNS)
+    return changes and part.position >= len(reservation.replica.blocks)
+
+
+def _begun(delta: Delta, part: Part) -> bool:
+    """Whether the writer believes that this block is here already."""
+    return part.position * delta.block_size < delta.base
+
+
 def still_there(target: tuple[Part, Block | None]) -> bool:
     """Whether a block that was held by key still has that key (it was not found changed meanwhile)."""
     part, block = target
@@ -150,5 +169,6 @@ def still_there(target: tuple[Part, Block | None]) -> bool:
 
 
 def _beneficiary(reservation: Reservation) -> Replica | None:
-    """Whose growth live replicas give way to: one that begins does not push others out."""
-    return None if reservation.fresh else reservation.replica
+    """Whose growth live replicas give way to: one that begins does not push others out. (To what is kept for
+    the engine here nothing gives way but cache, which the evictor sees to.)"""
+    return reservation.replica if reservation.replica.own or not reservation.fresh else None

@@ -12,6 +12,8 @@ from collections import deque
 
 BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 MAX_MARKS = 64
+RECENT = 512
+"""Acks that the quantiles are taken over."""
 SMOOTHING = 0.1
 NS_PER_MS = 1_000_000
 
@@ -24,12 +26,19 @@ class LagMeter:
         self.sum_ms = 0.0
         self.recent_ms = 0.0
         """Moving average over acks and pings: how good the way to this peer is."""
+        self._recent: deque[float] = deque(maxlen=RECENT)
 
     def observe(self, tokens: int, lag_ms: float) -> None:
         """`tokens` tokens were acked `lag_ms` after their commit."""
         self.counts[bisect_left(BOUNDS_MS, lag_ms)] += tokens
         self.sum_ms += tokens * lag_ms
         self.recent_ms += SMOOTHING * (lag_ms - self.recent_ms)
+        self._recent.append(lag_ms)
+
+    def quantile_ms(self, fraction: float) -> float:
+        """The lag that this part of the last `RECENT` acks did not exceed; 0 before the first."""
+        ordered = sorted(self._recent)
+        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
 
     def breathe(self, round_trip_ms: float) -> None:
         """A ping was answered: what the way is like when nothing is sent."""

@@ -24,6 +24,10 @@ class Lease:
     before: list[Block] = field(default_factory=list)
 
 
+MAX_LEASES = 4096
+"""An engine that asks more often within a lease's time gets nothing: what it pins nobody else can use."""
+
+
 class Leases:
     """All leases that are out. Deadlines are in order: each lease lasts equally long."""
 

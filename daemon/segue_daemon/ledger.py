@@ -16,7 +16,10 @@ from segue_core.content_key import TOKEN_BYTES, block_key, root_key
 from segue_core.errors import ProtocolError
 from segue_core.geometry import Geometry
 from segue_core.messages.journal import Begin, Commit, Record, SequenceBegin, SequenceUpdate
-from segue_core.messages.request import MAX_SEQ_CHARS
+from segue_core.messages.request import MAX_SEQ_CHARS, Replication
+
+MAX_SEQUENCE_TOKENS = 1 << 24
+"""Longer than any context: what goes on growing past it is a broken engine's."""
 
 
 @dataclass
@@ -30,8 +33,20 @@ class Sequence:
     blocks: array[int]
     generations: list[int]
     computed: int
-    fenced: bool = False
+    fence: int = 0
+    """The epoch under which it goes on elsewhere; 0: it does not."""
     keys: list[bytes] = field(default_factory=list)
+    replication: Replication = "normal"
+
+    @property
+    def fenced(self) -> bool:
+        """Whether its writer is somebody else by now."""
+        return self.fence > 0
+
+    @property
+    def replicated(self) -> bool:
+        """Whether peers may have it."""
+        return self.replication != "off"
 
     @property
     def known(self) -> int:
@@ -64,7 +79,7 @@ class Ledger:
         self.step = 0
         self.refused = 0
         self._max_sequences = max_sequences
-        self._generation = array("Q", bytes(8 * geometry.num_blocks))
+        self._generation = array("Q", [0]) * geometry.num_blocks
 
     def apply(self, record: Record) -> Changes:
         """Take one journal record. Raises ProtocolError if it contradicts the geometry; the ledger
@@ -114,6 +129,8 @@ class Ledger:
         _check_tokens(begun.token_ids, begun.seq)
         if not 0 < len(begun.seq) <= MAX_SEQ_CHARS:
             raise ProtocolError(f"journal: a sequence name of {len(begun.seq)} characters")
+        if not 0 <= begun.epoch < 1 << 63:
+            raise ProtocolError(f"journal: {begun.seq}: epoch {begun.epoch}")
         if not 0 <= begun.computed <= len(blocks) * self.geometry.block_size:
             raise ProtocolError(f"journal: {begun.seq}: {begun.computed} computed in {len(blocks)} blocks")
         before = self.sequences.get(begun.seq)
@@ -129,7 +146,8 @@ class Ledger:
             blocks=blocks,
             generations=[self._generation[block] for block in blocks],
             computed=begun.computed,
-            fenced=same and before is not None and before.fenced,
+            fence=before.fence if same and before is not None else 0,
+            replication=begun.replication,
         )
 
     def _update(self, update: SequenceUpdate) -> None:
@@ -138,6 +156,9 @@ class Ledger:
             return
         _check_tokens(update.token_ids, update.seq)
         blocks = self._block_ids(update.block_ids, update.seq)
+        tokens = sequence.known + len(update.token_ids) // TOKEN_BYTES
+        if max(tokens, len(sequence.blocks) + len(blocks)) > MAX_SEQUENCE_TOKENS:
+            raise ProtocolError(f"journal: {update.seq} outgrows {MAX_SEQUENCE_TOKENS} tokens")
         sequence.token_ids += update.token_ids
         sequence.blocks.extend(blocks)
         sequence.generations += [self._generation[block] for block in blocks]
@@ -183,12 +204,17 @@ class Ledger:
         return Changes(forgotten=forgotten)
 
     def fence(self, seq: str, epoch: int) -> bool:
-        """Stop shipping `seq` if its writer here is older than `epoch`; whether that was so."""
+        """Stop shipping `seq` if its writer here is older than `epoch`; whether that is news."""
         sequence = self.sequences.get(seq)
-        if sequence is None or sequence.epoch >= epoch:
+        if sequence is None or max(sequence.epoch, sequence.fence) >= epoch:
             return False
-        sequence.fenced = True
+        sequence.fence = epoch
         return True
+
+    @property
+    def fenced(self) -> int:
+        """Sequences that go on elsewhere. O(sequences)."""
+        return sum(sequence.fenced for sequence in self.sequences.values())
 
 
 def _check_tokens(packed: bytes, where: str) -> None:

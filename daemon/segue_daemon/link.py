@@ -20,12 +20,10 @@ import zmq.asyncio
 from segue_core.clock import Clock
 from segue_core.errors import SegueError, Unavailable
 from segue_core.framing import decode
-from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
     Ack,
     Control,
     End,
-    Hello,
     Nack,
     NackReason,
     Ping,
@@ -34,20 +32,25 @@ from segue_core.messages.peer import (
 )
 from segue_core.messages.status import PeerStatus
 from segue_daemon.bucket import Bucket, SharedBudget, Throttle
-from segue_daemon.dial import greet, open_bulk, until_closed
+from segue_daemon.confirmed import shipment_of
+from segue_daemon.dial import Peer, control_socket, greet, hello_of, open_bulk, until_closed
 from segue_daemon.engine import EngineSession
+from segue_daemon.keys import Keys
 from segue_daemon.lag import LagMeter
 from segue_daemon.ledger import Changes
 from segue_daemon.outbox import Outbox
 from segue_daemon.placement import Move, Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings
 from segue_daemon.shipment import Shipment
+from segue_daemon.tls import SecureSender
 from segue_daemon.wire import Slices, encode, send_bulk
 
 log = structlog.get_logger()
 
 MAX_PENDING_ENDS = 100_000
 PING_S = 0.5
+MAX_REASONS = 16
+"""Each reason why a peer is lost is logged once, until it is back."""
 
 
 class EngineSide(Protocol):
@@ -75,6 +78,7 @@ class Link:
         engine: EngineSide,
         placement: Placement,
         budget: SharedBudget | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """`placement` and `budget` are shared by all links of the daemon; no budget: no limit."""
         self.name = peer.name
@@ -86,8 +90,9 @@ class Link:
         self._address = peer.control
         self._settings = settings
         self._placement = placement
-        self._hello = Hello(PROTOCOL_VERSION, settings.name, incarnation, *placement.labels)
+        self._hello = hello_of(settings, incarnation, placement.labels)
         self._context = context
+        self._keys = keys
         self._clock = clock
         self._engine = engine
         self._throttle = Throttle(peer.name, Bucket(peer.max_bytes_per_s), budget or SharedBudget(0))
@@ -103,7 +108,7 @@ class Link:
         self._progressed = asyncio.Event()
         self._heard_ns = 0
         self._pinged: tuple[int, int] = (0, 0)
-        self._logged = ""
+        self._logged: set[str] = set()
 
     # -- what the daemon tells it -------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class Link:
                 hint="raise replication.window_bytes there",
             )
         now_ns = self._clock.now_ns()
-        return Shipment(session, settings, delta_bytes, self._holds, self.lag, now_ns)
+        return shipment_of(session, settings, delta_bytes, self._holds, self.lag, now_ns)
 
     def _holds(self, seq: str) -> bool:
         return self._placement.holds(seq, self.name)
@@ -178,6 +183,11 @@ class Link:
         shipment = self._shipments.get(session.incarnation)
         return shipment.watermark(seq) if shipment else 0
 
+    def copies(self, session: EngineSession) -> tuple[int, int]:
+        """(sequences that the peer is to hold, those of which it holds something)."""
+        shipment = self._shipments.get(session.incarnation)
+        return shipment.copies() if shipment is not None else (0, 0)
+
     async def flushed(self, session: EngineSession) -> None:
         """Send all there is of this engine, due or not. Return when nothing of it is left to send or to be
         acked, or the link is down."""
@@ -187,7 +197,7 @@ class Link:
             self._wake.set()
         while self.connected:
             shipment = self._shipments.get(session.incarnation)
-            if shipment is None or shipment.session is not session or not shipment.lag_tokens():
+            if shipment is None or shipment.session is not session or not shipment.unflushed():
                 return
             self._progressed.clear()
             await self._progressed.wait()
@@ -213,6 +223,9 @@ class Link:
             zone=self._placement.peers[self.name].zone,
             throttled_ms=self._throttle.waited_ns // 1_000_000,
             throttled_bytes=self._throttle.deferred_bytes,
+            lag_p50_ms=round(self.lag.quantile_ms(0.5), 3),
+            lag_p99_ms=round(self.lag.quantile_ms(0.99), 3),
+            held_bytes=sum(s.held_bytes for s in shipments),
             detail=self.detail,
         )
 
@@ -223,30 +236,28 @@ class Link:
         while True:
             try:
                 await self._connect_and_ship()
+            except TimeoutError:  # an OSError too, and one without words
+                self._disconnected("no answer in time")
             except (SegueError, OSError, zmq.ZMQError) as error:
                 self._disconnected(str(error))
-            except TimeoutError:
-                self._disconnected("no answer in time")
             await asyncio.sleep(self._settings.timeouts.reconnect_ms / 1000)
 
     def _disconnected(self, reason: str) -> None:
         self.connected = False
         self.detail = reason
         self._progressed.set()
-        if reason != self._logged:
+        if reason not in self._logged and len(self._logged) < MAX_REASONS:
             log.warning("peer lost", peer=self.name, address=self._address, reason=reason)
-            self._logged = reason
+            self._logged.add(reason)
 
     async def _connect_and_ship(self) -> None:
-        control = self._context.socket(zmq.DEALER)
-        control.linger = 0
-        control.sndhwm = control.rcvhwm = 10_000
-        bulk: socket.socket | None = None
+        control = control_socket(self._context, self._keys, self.name)
+        bulk: socket.socket | SecureSender | None = None
         try:
-            control.connect(f"tcp://{self._address}")
             peer_s = self._settings.timeouts.peer_ms / 1000
-            welcome = await greet(control, self._hello, name=self.name, address=self._address, peer_s=peer_s)
-            bulk = await open_bulk(self._hello, welcome, address=self._address, peer_s=peer_s)
+            peer = Peer(self.name, self._address, peer_s, self._keys)
+            welcome = await greet(control, self._hello, peer)
+            bulk = await open_bulk(self._hello, welcome, peer)
             self._start_link(welcome)
             tasks = [
                 asyncio.create_task(self._ship(bulk)),
@@ -289,11 +300,11 @@ class Link:
         self._placement.up(self.name, host=welcome.host, zone=welcome.zone)
         self.connected = True
         self.detail = ""
-        self._logged = ""
+        self._logged.clear()
         self._wake.set()
         log.info("peer connected", peer=self.name, address=self._address)
 
-    async def _ship(self, bulk: socket.socket) -> None:
+    async def _ship(self, bulk: socket.socket | SecureSender) -> None:
         slices = Slices(self._clock)
         while True:
             await self._wake.wait()
@@ -330,7 +341,9 @@ class Link:
             self._alarm = asyncio.get_running_loop().call_later(in_ns / 1e9, self._wake.set)
 
     async def _listen(self, control: zmq.asyncio.Socket) -> None:
+        slices = Slices(self._clock)
         while True:
+            await slices.share()
             message = decode(await control.recv(), Control, peer=self.name)
             self._heard_ns = self._clock.now_ns()
             if isinstance(message, Ack | Nack):
@@ -370,7 +383,7 @@ class Link:
             if message.reason == NackReason.NO_ROOM and shipment.speaks_for(message.seq):
                 self._placement.refused(message.seq, self.name, shipment.need_bytes(message.seq))
             if message.reason == NackReason.FENCED:
-                self._engine.fence(message.seq, message.epoch + 1)
+                self._engine.fence(message.seq, max(message.epoch + 1, message.fence))
         if isinstance(message, Nack) and message.reason not in (NackReason.GAP, NackReason.KEY_UNKNOWN):
             log.warning("peer refused", peer=self.name, seq=message.seq, reason=message.reason.name)
 

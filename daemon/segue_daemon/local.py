@@ -1,15 +1,18 @@
 """The local channel's server: the unix socket on which the engine beside us registers and asks.
 
-Owns the socket file and its lock, checks who connects (same user or root), and turns frames into calls
-of `LocalHandler`. Holds no policy. Invariant: whatever arrives, only its own connection suffers.
+Owns the socket file, its lock and its folder, checks who connects (same user or root), and turns frames
+into calls of `LocalHandler`. Holds no policy. Invariants: whatever arrives, only its own connection suffers;
+another user of the host can neither connect nor put a socket of his own in this one's place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
+import stat
 import struct
 from pathlib import Path
 from typing import Protocol
@@ -83,12 +86,9 @@ class LocalServer:
         self._lock = -1
 
     async def start(self) -> None:
-        """Bind and accept. Raises StartupError if the folder is missing or another daemon listens."""
+        """Bind and accept. Raises StartupError if the folder cannot be used or another daemon listens."""
         folder = self._path.parent
-        if not folder.is_dir():
-            raise StartupError(
-                f"socket: folder {folder} does not exist", hint=f"create it: mkdir -p -m 700 {folder}"
-            )
+        own_folder(folder)
         try:
             self._lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,10 +129,10 @@ class LocalServer:
             self._tasks.spawn(self._serve(accepted))
 
     async def _serve(self, accepted: socket.socket) -> None:
+        fds: list[int] = []
         try:
-            pid = _check_credentials(accepted)
-            accepted.settimeout(HANDSHAKE_S)
-            body, fds = await asyncio.to_thread(recv_with_fds, accepted, peer="local connection")
+            pid = check_credentials(accepted)
+            body, fds = await _first_frame(accepted)
             if not body:
                 accepted.close()
                 return
@@ -141,13 +141,16 @@ class LocalServer:
             log.warning("local connection refused", reason=str(error))
             accepted.close()
             return
+        finally:
+            close_fds(fds)  # those that came with a message and nobody took over
         if hello is not None:
             await self._converse(*hello)
 
     async def _handshake(
         self, accepted: socket.socket, body: bytes, fds: list[int], pid: int
     ) -> tuple[Connection, bool] | None:
-        """Answer the first frame; (connection, is it a worker) to go on with."""
+        """Answer the first frame; (connection, is it a worker) to go on with. Of `fds` those stay that were
+        not taken over."""
         refused: Refused | None = None
         connection: Connection | None = None
         try:
@@ -163,11 +166,12 @@ class LocalServer:
             accepted.setblocking(False)
             connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid)
             if refused is None and isinstance(message, Register):
-                refused = self._handler.register(message, fds, connection)
+                refused = self._handler.register(message, list(fds), connection)
+                if refused is None:
+                    fds.clear()
         except (ProtocolError, GeometryError, OSError, ValueError) as error:
             refused = Refused(str(error), retry=False)
         if refused is not None or connection is None:
-            close_fds(fds)
             log.warning("engine refused", reason=refused.reason if refused else "")
             _answer(accepted, refused or Refused("not understood", retry=False), [])
             if connection is not None:
@@ -214,6 +218,50 @@ class LocalServer:
             os.close(self._lock)
 
 
+def own_folder(folder: Path) -> None:
+    """Make sure that `folder` is there (its parent must be) and that no other user can enter it. Raises
+    StartupError."""
+    hint = f"create it: mkdir -p -m 700 {folder}"
+    try:
+        if not folder.exists() and folder.parent.is_dir():
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)  # whatever the umask took away
+        found = folder.stat()
+    except FileNotFoundError as error:
+        raise StartupError(f"socket: folder {folder} does not exist", hint=hint) from error
+    except OSError as error:
+        raise StartupError(f"socket: cannot use {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise StartupError(f"socket: {folder} is not a folder", hint=hint)
+    if found.st_uid not in (0, os.geteuid()):
+        raise StartupError(
+            f"socket: folder {folder} belongs to user {found.st_uid}, who could put another socket there",
+            hint=f"chown {os.geteuid()} {folder}, or set `socket` in a folder of this user's own",
+        )
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
+        raise StartupError(
+            f"socket: other users may use the folder {folder} (mode {mode:04o})",
+            hint=f"chmod 700 {folder}, or set `socket` in a folder of its own (made if its parent is there)",
+        )
+
+
+async def _first_frame(accepted: socket.socket) -> tuple[bytes, list[int]]:
+    """The first frame and its descriptors, all of it within `HANDSHAKE_S`: whoever sends it byte by byte must
+    not keep the thread that others wait for."""
+    accepted.settimeout(HANDSHAKE_S)
+    late = asyncio.get_running_loop().call_later(HANDSHAKE_S, _hang_up, accepted)
+    try:
+        return await asyncio.to_thread(recv_with_fds, accepted, peer="local connection")
+    finally:
+        late.cancel()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Whoever reads from it sees its end."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _answer(connection: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
     """Send the handshake's answer: it is small and the first thing on the socket, so it fits at once."""
     frame = encode_frame(message)
@@ -223,10 +271,12 @@ def _answer(connection: socket.socket, message: msgspec.Struct, fds: list[int]) 
         log.warning("local connection ended during its handshake", reason=str(error))
 
 
-def _check_credentials(connection: socket.socket) -> int:
+def check_credentials(connection: socket.socket) -> int:
     """Only this user's processes and root's may connect. Returns the process id; raises ProtocolError."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if uid not in (0, os.getuid()):
-        raise ProtocolError(f"process {pid} of user {uid} may not connect")
+    if uid not in (0, os.geteuid()):
+        raise ProtocolError(
+            f"process {pid} of user {uid} may not connect; only user {os.geteuid()} and root may"
+        )
     return int(pid)

@@ -45,6 +45,7 @@ class DaemonCollector(Collector):
         for name, text, value in (
             ("segue_engine_running_sequences", "Sequences the engine works on", engine.running),
             ("segue_engine_protected_sequences", "Sequences in the ledger", engine.sequences),
+            ("segue_engine_fenced_sequences", "Those of them that go on elsewhere", engine.fenced),
             (
                 "segue_engine_progress_age_ms",
                 "Time without progress although there is work",
@@ -54,6 +55,7 @@ class DaemonCollector(Collector):
             ("segue_store_used_bytes", "Bytes taken, cache included", store.used_bytes),
             ("segue_store_cached_bytes", "Bytes of blocks that no replica uses", store.cached_bytes),
             ("segue_store_replicas", "Sequences held for peers", store.replicas),
+            ("segue_store_own_replicas", "Those kept for the engine of this host", store.own_replicas),
             ("segue_store_leases", "Loads under way", store.leases),
             ("segue_store_limit_bytes", "What the host's memory leaves of the budget", store.limit_bytes),
             ("segue_store_room_bytes", "Room for replicas that are not here yet", store.room_bytes),
@@ -84,6 +86,7 @@ class DaemonCollector(Collector):
             "segue_store_evicted", "Given up for room: blocks of cache, else replicas", labels=["class"]
         )
         evicted.add_metric(["cached"], store.evicted_cached_blocks)
+        evicted.add_metric(["own"], store.evicted_own_replicas)
         evicted.add_metric(["stale"], store.evicted_stale_replicas)
         evicted.add_metric(["live"], store.evicted_live_replicas)
         yield evicted
@@ -117,6 +120,7 @@ def _peers(peers: Sequence[PeerStatus]) -> Iterator[Metric]:
     deferred = CounterMetricFamily(
         "segue_peer_throttled_bytes", "Bulk bytes that had to wait for it", labels=["peer"]
     )
+    held = GaugeMetricFamily("segue_peer_held_bytes", "Copies not confirmed yet", labels=["peer"])
     for peer in peers:
         connected.add_metric([peer.peer], float(peer.connected))
         lag.add_metric([peer.peer], peer.lag_tokens)
@@ -124,4 +128,5 @@ def _peers(peers: Sequence[PeerStatus]) -> Iterator[Metric]:
         torn.add_metric([peer.peer], peer.torn_copies)
         throttled.add_metric([peer.peer], peer.throttled_ms)
         deferred.add_metric([peer.peer], peer.throttled_bytes)
-    yield from (connected, lag, sent, torn, throttled, deferred)
+        held.add_metric([peer.peer], peer.held_bytes)
+    yield from (connected, lag, sent, torn, throttled, deferred, held)

@@ -51,13 +51,13 @@ class Outbox:
     def next(self, drain: Callable[[], None], now_ns: int) -> Ready | int:
         """The delta to send now; else when to look again, in ns (0: when something has happened). `drain`
         applies the journal after the copy."""
-        shipments = sorted(self.shipments.values(), key=lambda s: not s.planner.urgent(now_ns))
+        shipments = sorted(self.shipments.values(), key=lambda s: not s.urgent(now_ns))
         # A delta is at most half the window: with half of it free, the whole is never exceeded.
-        if not any(s.planner.waiting for s in shipments) or self.in_flight > self.window // 2:
+        if not any(s.waiting for s in shipments) or self.in_flight > self.window // 2:
             self.throttle.idle(now_ns)
             due = [ns for s in shipments if (ns := s.planner.due_ns()) is not None]
             return max(1, min(due) - now_ns) if due else 0
-        wait_ns = self.throttle.wait_ns(urgent=shipments[0].planner.urgent(now_ns), now_ns=now_ns)
+        wait_ns = self.throttle.wait_ns(urgent=shipments[0].urgent(now_ns), now_ns=now_ns)
         if wait_ns:
             return wait_ns
         for shipment in shipments:

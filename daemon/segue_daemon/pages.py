@@ -52,6 +52,7 @@ class HostPages:
             self._maps.append(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         self._memory = [np.frombuffer(m, dtype=np.uint8) for m in self._maps]
         self._groups = [self._strided(run, geometry.num_blocks) for run in _equal_runs(geometry.fragments)]
+        self._slot_groups: dict[tuple[int, int], list[Bytes]] = {}
 
     def _strided(self, run: list[Fragment], num_blocks: int) -> Bytes:
         """Equally spaced fragments as a view of shape (num_blocks, fragments, bytes)."""
@@ -65,27 +66,34 @@ class HostPages:
         )
 
     def copy_block(self, block: int, out: Bytes) -> None:
-        at = 0
-        for group in self._groups:
-            _, count, nbytes = group.shape
-            np.copyto(out[at : at + count * nbytes].reshape(count, nbytes), group[block])
-            at += count * nbytes
+        _copy(self._groups, block, out)
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
-        at = 0
-        for piece, _ in self.geometry.slot_runs(first, last):
-            start = piece.offset + block * piece.block_stride
-            out[at : at + piece.nbytes] = self._memory[piece.handle][start : start + piece.nbytes]
-            at += piece.nbytes
-        return at
+        groups = self._slot_groups.get((first, last))
+        if groups is None:
+            pieces = tuple(run.piece for run in self.geometry.slot_runs(first, last))
+            groups = [self._strided(run, self.geometry.num_blocks) for run in _equal_runs(pieces)]
+            self._slot_groups[first, last] = groups
+        return _copy(groups, block, out)
 
     def close(self) -> None:
         self._groups = []
+        self._slot_groups = {}
         self._memory = []
         for mapping in self._maps:
             with contextlib.suppress(BufferError):  # a view is still referenced: it goes with that
                 mapping.close()
         self._maps = []
+
+
+def _copy(groups: list[Bytes], block: int, out: Bytes) -> int:
+    """One block's part of each group into `out`, one after another; returns the bytes."""
+    at = 0
+    for group in groups:
+        _, count, nbytes = group.shape
+        np.copyto(out[at : at + count * nbytes].reshape(count, nbytes), group[block])
+        at += count * nbytes
+    return at
 
 
 def _equal_runs(fragments: tuple[Fragment, ...]) -> list[list[Fragment]]:

@@ -47,20 +47,20 @@ class Placer:
         for link in self._links:
             link.moved(session, moves)
         dropped = sum(len(move.dropped) for move in moves)
-        log.info("sequences re-placed", sequences=len(moves), copies_ended_elsewhere=dropped)
+        say = log.info if dropped else log.debug  # a place for what had none is no news
+        say("sequences re-placed", sequences=len(moves), copies_ended_elsewhere=dropped)
 
     def status(self) -> CopiesStatus:
         """Copies of the living engine's sequences."""
         session = self._host.live
         sequences = session.ledger.sequences if session is not None else {}
         placed = achieved = 0
-        for seq in sequences:
-            for link in self._links:
-                if session is not None and self._placement.holds(seq, link.name):
-                    placed += 1
-                    achieved += link.connected and link.watermark(session, seq) > 0
+        for link in self._links:
+            to_hold, held = link.copies(session) if session is not None else (0, 0)
+            placed += to_hold
+            achieved += held if link.connected else 0
         return CopiesStatus(
-            wanted=len(sequences) * self._placement.replicas,
+            wanted=sum(sequence.replicated for sequence in sequences.values()) * self._placement.replicas,
             placed=placed,
             achieved=achieved,
             moves=self._placement.moves,

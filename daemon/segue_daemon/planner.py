@@ -1,11 +1,11 @@
 """The planner: which sequence a peer gets next, and how much of it. Pure: no I/O; time is passed in.
 
 One `Planner` a peer. Ordering rule: decode tails (at most one block behind) before prefill bulk, so that an
-answer being written never waits behind somebody's long prompt; fair in bytes within each. Tails that grow
-all the time may not starve bulk either: it gets a byte for `TAIL_BYTES_PER_BULK_BYTE` of theirs. Nothing is
-queued: a plan is made when the link can take it, from what is true then, so a slow or throttled link means
-larger deltas and never a backlog. Cost is proportional to sequences with something to send, not to
-sequences that live.
+answer being written never waits behind somebody's long prompt; fair in bytes within each, weighted by
+`PRICE`, so that no priority starves another. Tails that grow all the time may not starve bulk either: it gets
+a byte for `TAIL_BYTES_PER_BULK_BYTE` of theirs. Nothing is queued: a plan is made when the link can take it,
+from what is true then, so a slow or throttled link means larger deltas and never a backlog. Cost is
+proportional to sequences with something to send, not to sequences that live.
 
 When a tail is due: `sync_every_tokens` are unsent, or a block is full, or the oldest unsent token is
 `sync_every_ms` old (`due_ns` says when to ask again), or it is what bulk left over.
@@ -18,10 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from segue_core.messages.peer import MAX_PARTS
+from segue_core.messages.request import Replication
 from segue_daemon.fair_queue import FairQueue
 from segue_daemon.ledger import Sequence
 
 TAIL_BYTES_PER_BULK_BYTE = 8
+PRICE: dict[Replication, int] = {"low": 16, "normal": 4, "high": 1}
+"""What a byte of a sequence is charged: where the way is short, high gets four bytes for one of normal, and
+normal four for one of low."""
 
 
 @dataclass
@@ -61,7 +66,7 @@ class Planner:
         self._block_size = block_size
         self._sync_every = sync_every_tokens
         self._sync_ns = sync_every_ms * 1_000_000
-        self._delta_blocks = max(1, delta_tokens // block_size)
+        self._delta_blocks = max(1, min(delta_tokens // block_size, MAX_PARTS))
         self._token_bytes = token_bytes
         self._bulk_turn_at = TAIL_BYTES_PER_BULK_BYTE * self._delta_blocks * block_size * token_bytes
         self._tail_bytes = 0
@@ -83,7 +88,7 @@ class Planner:
         progress = self.progress.get(seq)
         if progress is None or progress.epoch != sequence.epoch:
             progress = self.progress[seq] = Progress(sequence.epoch)
-        if progress.stopped or sequence.fenced:
+        if progress.stopped or sequence.fenced or not sequence.replicated:
             return
         behind = sequence.shippable - progress.sent
         if behind <= 0:
@@ -130,12 +135,21 @@ class Planner:
         upto = min(have, last_block * self._block_size)
         return Plan(sequence.seq, base, upto) if upto > base else None
 
+    @property
+    def tail_turn(self) -> bool:
+        """Whether the latest plan was a decode tail's; set it back to charge an earlier one."""
+        return self._turn is self._tails
+
+    @tail_turn.setter
+    def tail_turn(self, tail: bool) -> None:
+        self._turn = self._tails if tail else self._bulk
+
     def sent(self, sequence: Sequence, upto: int, now_ns: int = 0, nbytes: int | None = None) -> None:
         """The delta that was planned last went out, up to `upto` tokens; what remains is listed again.
         `nbytes`: what it took of the link (default: the KV of its tokens)."""
         progress = self.progress[sequence.seq]
         cost = max(1, (upto - progress.sent) * self._token_bytes if nbytes is None else nbytes)
-        self._turn.charge(sequence.seq, cost)
+        self._turn.charge(sequence.seq, cost * PRICE.get(sequence.replication, 1))
         if self._turn is self._bulk:
             self._tail_bytes = max(0, self._tail_bytes - TAIL_BYTES_PER_BULK_BYTE * cost)
         else:

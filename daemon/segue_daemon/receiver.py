@@ -9,10 +9,9 @@ replicas; replicas of a writer that was not heard of for `ORPHAN_S` go.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import structlog
@@ -31,18 +30,23 @@ from segue_core.messages.peer import (
     Control,
     Delta,
     Hello,
+    Join,
     Nack,
     NackReason,
     Ping,
     Pong,
+    Report,
     Welcome,
 )
 from segue_core.service import LISTEN_HINT, listen_problem
 from segue_daemon.arena import Bytes
+from segue_daemon.gate import Gate, control_router
+from segue_daemon.keys import Keys
 from segue_daemon.replicas import Loss, Refusal, Reservation
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.supervise import Tasks, supervise
+from segue_daemon.tls import SecureReceiver
 from segue_daemon.wire import Slices, encode, recv_bulk_header, recv_into, tune
 from segue_daemon.writers import Losses, Lost, Writer
 
@@ -57,6 +61,8 @@ MAX_LOSSES = 10_000
 """Losses that writers have not been told of yet."""
 FRAME_DEADLINE_S = 30.0
 DRAIN_CHUNK = 1 << 20
+PARTS_AT_ONCE = 256
+Bulk = socket.socket | SecureReceiver
 
 
 class Receiver:
@@ -72,6 +78,7 @@ class Receiver:
         changed: Callable[[str], None],
         running: Callable[[], int | None] = lambda: 0,
         host: str = "",
+        keys: Keys | None = None,
     ) -> None:
         """`running`: sequences that the engine here works on, None without a living one; `host`: the label
         that peers are told. `changed` is called with the name of each sequence whose watermark moved. Hears
@@ -86,11 +93,7 @@ class Receiver:
         self._changed = changed
         self._running = running
         self._host = host
-        self._control = context.socket(zmq.ROUTER)
-        self._control.linger = 0
-        self._control.router_mandatory = True
-        self._control.maxmsgsize = 1 << 20
-        self._control.sndhwm = self._control.rcvhwm = 10_000
+        self._control = control_router(context)
         self._bulk: socket.socket | None = None
         self._bulk_port = 0
         self._writers: dict[bytes, Writer] = {}
@@ -100,11 +103,15 @@ class Receiver:
         self._losses = Losses(MAX_LOSSES)
         self._telling = False
         self._tasks = Tasks()
+        self.members: Callable[[bytes, Join | Report], Awaitable[None]] | None = None
+        """Hears what daemons of other ranks say."""
+        self._gate = Gate(keys, context, clock, self._tasks)
         store.on_loss = self._note_loss
 
     async def start(self) -> None:
         """Bind both listeners. Raises StartupError if an address cannot be used."""
         listen = self._settings.listen
+        self._gate.guard(self._control)
         try:
             self._control.bind(f"tcp://{listen.host}:{listen.control_port or '*'}")
             endpoint = self._control.getsockopt(zmq.LAST_ENDPOINT)
@@ -131,6 +138,7 @@ class Receiver:
     async def stop(self) -> None:
         """Close both listeners and every connection."""
         await self._tasks.end()
+        self._gate.close()
         self._control.close()
         if self._bulk is not None:
             self._bulk.close()
@@ -138,14 +146,17 @@ class Receiver:
     # -- control ------------------------------------------------------------------------------
 
     async def _serve_control(self) -> None:
+        slices = Slices(self._clock)
         while True:
-            frames = await self._control.recv_multipart()
+            await slices.share()
+            frames = await self._control.recv_multipart(copy=False)
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"control: message of {len(frames)} frames")
-                identity, payload = frames
-                message = decode(payload, Control, peer="control connection")
+                identity = frames[0].bytes
+                message = decode(frames[1].buffer, Control, peer="control connection")
                 if isinstance(message, Hello):
+                    self._gate.check_name(message.name, frames[1])
                     await self._greet(identity, message)
                 elif isinstance(message, Ping):
                     if identity in self._writers:
@@ -153,11 +164,16 @@ class Receiver:
                     room, budget = self._store.evictor.room_bytes, self._store.budget.limit
                     running = self._running()
                     pong = Pong(message.number, room, budget, running or 0, running is not None)
-                    await self._reply(identity, pong)
+                    await self.send(identity, pong)
+                elif isinstance(message, Join | Report):
+                    if isinstance(message, Join):
+                        self._gate.check_name(message.name, frames[1])
+                    if self.members is not None:
+                        await self.members(identity, message)
                 else:
                     raise ProtocolError(f"control: {type(message).__name__} makes no sense here")
             except ProtocolError as error:
-                log.warning("control message ignored", reason=str(error))
+                self._gate.say("control message ignored", "control", str(error))
 
     async def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.version == PROTOCOL_VERSION:
@@ -174,8 +190,11 @@ class Receiver:
             lost = self._lost.pop(hello.name, None)
             if lost is not None and lost.incarnation != hello.incarnation:
                 # Another life of the peer: what it does not know any more it will not end either.
+                if len(self._reborn) >= MAX_WRITERS:
+                    oldest = next(iter(self._reborn))
+                    self._give_up(oldest, self._reborn.pop(oldest))
                 self._reborn[hello.name] = now_ns
-        await self._reply(
+        await self.send(
             identity,
             Welcome(
                 version=PROTOCOL_VERSION,
@@ -186,14 +205,19 @@ class Receiver:
                 ticket=self._writers[identity].ticket if identity in self._writers else 0,
                 host=self._host,
                 zone=self._settings.labels.zone,
+                rank=self._settings.group.rank,
+                ranks=self._settings.group.ranks,
             ),
         )
         await self._tell_losses()
 
-    async def _reply(self, identity: bytes, message: Welcome | Pong | Ack | Nack) -> None:
-        """Answer; a peer that is gone or does not read is not waited for."""
-        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+    async def send(self, identity: bytes, message: Control) -> bool:
+        """Answer; a peer that is gone or does not read is not waited for. Returns whether it went out."""
+        try:
             await self._control.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _note_loss(self, loss: Loss) -> None:
         self._losses.add(loss)
@@ -208,7 +232,7 @@ class Receiver:
             for loss in self._losses.take(writer.name):
                 log.debug("replica given up", peer=loss.writer, seq=loss.seq, reason=loss.reason.name)
                 nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.consumed)
-                await self._reply(writer.identity, nack)
+                await self.send(writer.identity, nack)
 
     def _forget(self, writer: Writer) -> None:
         """This link is over; the peer may be back under another."""
@@ -255,15 +279,18 @@ class Receiver:
                 continue
             self._tasks.spawn(self._serve_bulk(connection, f"{address[0]}:{address[1]}"))
 
-    async def _serve_bulk(self, connection: socket.socket, peer: str) -> None:
+    async def _serve_bulk(self, accepted: socket.socket, peer: str) -> None:
         writer: Writer | None = None
         try:
-            tune(connection)
-            async with asyncio.timeout(FRAME_DEADLINE_S):
+            tune(accepted)
+            async with self._gate.newcomer(peer):
+                connection = await self._gate.admit(accepted)
                 hello, payload_bytes, _ = await recv_bulk_header(
                     connection, peer=peer, limit=MAX_GREETING_BYTES
                 )
-            writer = self._writer_of(hello, payload_bytes, peer)
+                shown = self._writer_of(hello, payload_bytes, peer)
+                await self._gate.take(connection, shown.name)
+            writer = shown
             writer.bulk = asyncio.current_task()
             peer = writer.name
             slices = Slices(self._clock)
@@ -276,9 +303,13 @@ class Receiver:
         except EOFError:
             pass
         except (ProtocolError, OSError, TimeoutError) as error:
-            log.warning("bulk connection closed", peer=peer, reason=str(error) or "frame took too long")
+            reason = str(error) or "took too long"
+            if writer is None:
+                self._gate.say("bulk connection refused", peer.rpartition(":")[0], reason)
+            else:
+                log.warning("bulk connection closed", peer=peer, reason=reason)
         finally:
-            connection.close()
+            accepted.close()
             if writer is not None and self._writers.get(writer.identity) is writer:
                 self._forget(writer)
 
@@ -293,7 +324,7 @@ class Receiver:
 
     async def _take(
         self,
-        connection: socket.socket,
+        connection: Bulk,
         writer: Writer,
         message: object,
         payload_bytes: int,
@@ -314,14 +345,20 @@ class Receiver:
         if isinstance(outcome, Refusal):
             log.debug("delta refused", peer=writer.name, seq=message.seq, reason=outcome.reason.name)
             answer: Ack | Nack = Nack(
-                message.number, message.seq, message.epoch, outcome.watermark, outcome.reason, writer.consumed
+                message.number,
+                message.seq,
+                message.epoch,
+                outcome.watermark,
+                outcome.reason,
+                writer.consumed,
+                outcome.fence,
             )
         else:
             answer = Ack(message.number, message.seq, message.epoch, outcome, writer.consumed)
             self._changed(message.seq)
-        await self._reply(writer.identity, answer)
+        await self.send(writer.identity, answer)
 
-    async def _receive(self, connection: socket.socket, writer: Writer, delta: Delta) -> int | Refusal:
+    async def _receive(self, connection: Bulk, writer: Writer, delta: Delta) -> int | Refusal:
         """Receive a delta's payload; the new watermark, or why it does not count."""
         reservation = self._store.reserve(delta, writer.name, self._clock.now_ns())
         if isinstance(reservation, Refusal):
@@ -333,23 +370,24 @@ class Receiver:
             self._store.cancel(reservation)
             raise
 
-    async def _fill(self, connection: socket.socket, delta: Delta, reservation: Reservation) -> int | Refusal:
-        digest = xxhash.xxh3_64()
+    async def _fill(self, connection: Bulk, delta: Delta, reservation: Reservation) -> int | Refusal:
         buffered: dict[int, Bytes] = {}
         for index, part in enumerate(delta.parts):
+            if index % PARTS_AT_ONCE == PARTS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # many small parts that are there already never make this wait
             target = self._store.room_for(reservation, index)
             if target is None and reservation.targets[index][1] is None:
                 target = buffered[index] = np.empty(part.nbytes, np.uint8)
             if target is not None and part.nbytes:
                 await recv_into(connection, target.data)
-                digest.update(target.data)
-        if digest.intdigest() != delta.checksum:
+                reservation.digests[index] = xxhash.xxh3_64_intdigest(target.data)
+        if reservation.checksum() != delta.checksum:
             self.corrupt += 1
             self._store.cancel(reservation)
             return Refusal(NackReason.CORRUPT, reservation.replica.watermark)
         return self._store.commit(reservation, buffered, self._clock.now_ns())
 
-    async def _discard(self, connection: socket.socket, count: int) -> None:
+    async def _discard(self, connection: Bulk, count: int) -> None:
         """Read past a payload that is not wanted."""
         sink = memoryview(bytearray(min(count, DRAIN_CHUNK)))
         while count:

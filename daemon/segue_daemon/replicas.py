@@ -10,6 +10,10 @@ from segue_core.content_key import TOKEN_BYTES, block_key, root_key
 from segue_core.messages.peer import Delta, NackReason, Part
 from segue_daemon.arena import rounded
 from segue_daemon.blocks import Block
+from segue_daemon.deltas import EMPTY_DIGEST, checksum_of
+
+OWN_WRITER = ""
+"""The writer of what an engine of this host left when it died: no peer can have that name."""
 
 
 @dataclass(eq=False)
@@ -31,6 +35,13 @@ class Replica:
     written_ns: int = 0
     """When its writer was last heard of it; `touched_ns` also moves when it is used."""
     busy: int = 0
+    placed_bytes: int = 0
+    """Bytes of the arena that were taken for its blocks; those that it found here are not counted."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is kept here for the engine of this host, and for no peer."""
+        return self.writer == OWN_WRITER
 
     @property
     def watermark(self) -> int:
@@ -57,23 +68,31 @@ class Loss:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a delta is not taken; `watermark` is what is held of the sequence."""
+    """Why a delta is not taken; `watermark` is what is held of the sequence. `fence`: of FENCED, the epoch
+    that writes it."""
 
     reason: NackReason
     watermark: int
     detail: str = ""
+    fence: int = 0
 
 
 @dataclass(eq=False)
 class Reservation:
     """Room for one delta. `targets` are where the payload goes, part by part, in order: (part, block or
-    None); WHOLE parts go straight into their block, others pass through a buffer."""
+    None); WHOLE parts go straight into their block, others pass through a buffer. `digests`: XXH3-64 of what
+    arrived for each part, noted by whoever receives; a part without bytes needs none."""
 
     delta: Delta
     replica: Replica
     targets: list[tuple[Part, Block | None]]
     fresh: bool
     open: bool = True
+    digests: dict[int, int] = field(default_factory=dict)
+
+    def checksum(self) -> int:
+        """Of what arrived: to be compared with the delta's."""
+        return checksum_of(self.digests.get(i, EMPTY_DIGEST) for i in range(len(self.targets)))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import msgspec
 
 from segue_core.errors import ConfigError
 from segue_core.logs import LogFormat, LogLevel
+from segue_core.messages.status import MAX_RANKS
+from segue_core.security import SecuritySettings
 from segue_core.settings import Settings, check_unique
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -18,14 +20,17 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za
 
 
 class HttpSettings(Settings, frozen=True):
-    """The status endpoint. Loopback until it is secured."""
+    """The status endpoint. Beyond loopback it needs a token."""
 
     host: str = "127.0.0.1"
     port: Port = 7101
+    tls: bool = False
+    """HTTPS, with this daemon's certificate; the router then says `https://` and needs the CA."""
 
 
 class ListenSettings(Settings, frozen=True):
-    """Where peers connect: control (ZeroMQ) and bulk (TCP). Port 0 picks a free one for bulk."""
+    """Where peers connect: control (ZeroMQ) and bulk (TCP). Port 0 picks a free one for bulk. Beyond loopback
+    they need keys."""
 
     host: str = "127.0.0.1"
     control_port: Port = 7201
@@ -68,6 +73,10 @@ class StoreSettings(Settings, frozen=True):
     """How fast sealed blocks are looked through for changes in memory; 0: not at all."""
     lease_ms: Milliseconds = 10_000
     """How long blocks stay put for an engine that is loading them."""
+    keep_own: bool = True
+    """Whether what this host's engine left when it died is kept for the one that comes in its place."""
+    keep_own_ms: Milliseconds = 60_000
+    """How long it is kept."""
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:
@@ -94,11 +103,42 @@ class ReplicationSettings(Settings, frozen=True):
     """Unacked bytes that a peer may have under way to this daemon."""
     shadow_bytes: Bytes = 256 << 20
     """Memory for copies of what peers have of tail blocks."""
+    hold_bytes: Bytes = 32 << 20
+    """Memory for copies that wait for the word of an engine that gives no notice, for each peer."""
     max_sequences: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 20_000
 
     def __post_init__(self) -> None:
         if not self.sync_every_tokens and not self.sync_every_ms:
             raise ConfigError("`replication`: sync_every_tokens and sync_every_ms cannot both be 0")
+
+
+class GroupSettings(Settings, frozen=True):
+    """Which rank of its engine this daemon is beside. An engine of one rank needs none of it."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)] = 0
+    """The engine's own number of that rank."""
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """How many there are: tensor parallel size."""
+    leader: Annotated[str, msgspec.Meta(pattern=r"^([^:\s]+:\d{1,5})?$")] = ""
+    """host:port for control of the daemon beside rank 0, which places sequences for all; empty at rank 0."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.ranks:
+            raise ConfigError(f"`group.rank`: {self.rank} of {self.ranks} ranks; they count from 0")
+        if self.rank and not self.leader:
+            raise ConfigError("`group.leader`: expected the address of the daemon beside rank 0")
+        if self.leader and not self.rank:
+            raise ConfigError("`group.leader`: rank 0 is the leader; leave it out there")
+
+    def refusal(self, rank: int, ranks: int) -> str:
+        """Why an engine's rank `rank` of `ranks` does not belong beside this daemon; empty if it does."""
+        if (rank, ranks) == (self.rank, self.ranks):
+            return ""
+        leader = ", leader: HOST:PORT" if rank else ""
+        return (
+            f"the engine registers rank {rank} of {ranks}, this daemon is for rank {self.rank} of"
+            f" {self.ranks}: set `group: {{rank: {rank}, ranks: {ranks}{leader}}}` in its configuration"
+        )
 
 
 class TimeoutSettings(Settings, frozen=True):
@@ -118,7 +158,7 @@ class DaemonSettings(Settings, frozen=True):
 
     name: Name
     socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
-    """Path of the unix socket for the engine; its folder must exist."""
+    """Path of the unix socket for the engine, in a folder that nobody else may enter."""
     http: HttpSettings = HttpSettings()
     listen: ListenSettings = ListenSettings()
     peers: tuple[PeerSettings, ...] = ()
@@ -126,6 +166,8 @@ class DaemonSettings(Settings, frozen=True):
     store: StoreSettings = StoreSettings()
     replication: ReplicationSettings = ReplicationSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
+    group: GroupSettings = GroupSettings()
+    security: SecuritySettings = SecuritySettings()
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 
@@ -133,3 +175,5 @@ class DaemonSettings(Settings, frozen=True):
         check_unique([peer.name for peer in self.peers], "peers[].name")
         if self.name in [peer.name for peer in self.peers]:
             raise ConfigError(f"`peers`: {self.name!r} is this daemon's own name")
+        if self.http.tls and not self.security.dir:
+            raise ConfigError("`http.tls`: needs a certificate", hint="set `security.dir`")

@@ -2,7 +2,7 @@
 
 No sockets, no clock: the link asks `next_delta` when it can send, reports acks and nacks, and says what time
 it is. Invariants: a delta is handed out only if every block it was copied from still belonged to its sequence
-after the copy; only answers to what was sent since the sequence began here count; a delta of changed words is
+after the copy; only answers to what was sent since the sequence began here count; a delta of changed items is
 built only where it is sure what the peer has.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from segue_core.messages.peer import Ack, Delta, Nack, NackReason
-from segue_daemon.differ import Differ
+from segue_daemon.differ import Built, Differ
 from segue_daemon.engine import EngineSession
 from segue_daemon.lag import LagMarks, LagMeter
 from segue_daemon.ledger import Changes, Sequence
@@ -62,6 +63,11 @@ class Shipment:
         self.torn = 0
         self.lag = LagMarks(lag or LagMeter())
         self._holds = holds
+        self._behind: dict[str, None] = {}
+        """Sequences that may have tokens that are not acked: each that grew or was rewound since it was last
+        looked at. So nobody has to look through all that live."""
+        self._refused: dict[str, None] = {}
+        """Sequences that the peer refused for now, those that were tried longest ago first."""
         self._newest = 0
         self._first_sent: dict[str, int] = {}
         self._unsure: dict[str, int] = {}
@@ -73,17 +79,22 @@ class Shipment:
             self._note(sequence, now_ns)
 
     def _placed(self) -> list[Sequence]:
-        return [s for s in self.session.ledger.sequences.values() if self._holds(s.seq)]
+        return [s for s in self.session.ledger.sequences.values() if self._may_send(s)]
+
+    def _may_send(self, sequence: Sequence | None) -> TypeGuard[Sequence]:
+        """Whether this peer is to have it. One that peers must not have is not even placed."""
+        return sequence is not None and sequence.replicated and self._holds(sequence.seq)
 
     def note(self, changes: Changes, now_ns: int = 0) -> None:
         """The ledger moved."""
         for seq in changes.grown:
             sequence = self.session.ledger.sequences.get(seq)
-            if sequence is not None and self._holds(seq):
+            if self._may_send(sequence):
                 self._note(sequence, now_ns)
 
     def _note(self, sequence: Sequence, now_ns: int) -> None:
         before = self.planner.progress.get(sequence.seq)
+        self._behind[sequence.seq] = None
         self.planner.note(sequence, now_ns)
         progress = self.planner.progress[sequence.seq]
         if progress is not before:
@@ -112,6 +123,20 @@ class Shipment:
         for sequence in self._placed():
             self._note(sequence, now_ns)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of copies that the engine has yet to confirm; none where it gives notice."""
+        return 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `next_delta` has something to do now."""
+        return self.planner.waiting > 0
+
+    def urgent(self, now_ns: int) -> bool:
+        """Whether a decode tail is due."""
+        return self.planner.urgent(now_ns)
+
     def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
         """Build the next delta. `drain` is called after the copy: it must apply the journal."""
         while True:
@@ -127,13 +152,18 @@ class Shipment:
                 self.torn += 1
                 self.differ.discard(built)
                 continue
-            self.differ.accept(built)
-            if plan.seq in self._unsure:
-                self.differ.rewind(plan.seq)
-            self._newest = self._last_sent[plan.seq] = number
-            self._first_sent.setdefault(plan.seq, number)
-            self.planner.sent(sequence, built.upto, now_ns, len(built.payload))
-            return Ready(built.delta, built.payload)
+            return self._hand_out(sequence, built, now_ns)
+
+    def _hand_out(self, sequence: Sequence, built: Built, now_ns: int) -> Ready:
+        """`built` is good, and goes out now."""
+        seq, number = sequence.seq, built.delta.number
+        self.differ.accept(built)
+        if seq in self._unsure:
+            self.differ.rewind(seq)
+        self._newest = self._last_sent[seq] = number
+        self._first_sent.setdefault(seq, number)
+        self.planner.sent(sequence, built.upto, now_ns, len(built.payload))
+        return Ready(built.delta, built.payload)
 
     def acked(self, ack: Ack, now_ns: int = 0) -> None:
         """The peer verified up to a watermark."""
@@ -180,11 +210,14 @@ class Shipment:
 
     def _stop(self, nack: Nack, reason: str) -> None:
         self.planner.stop(nack.seq, nack.epoch, reason, nack.watermark)
+        if reason in (NO_ROOM, RETRY_LATER):
+            self._refused[nack.seq] = None
         self.lag.forget(nack.seq)
 
     def rewind(self, sequence: Sequence, watermark: int, now_ns: int = 0) -> None:
         """Send `sequence` again from `watermark`."""
         self._unsure[sequence.seq] = self._newest
+        self._behind[sequence.seq] = None
         self.differ.rewind(sequence.seq)
         self.planner.rewind(sequence, watermark, now_ns)
 
@@ -197,14 +230,17 @@ class Shipment:
     def retry_refused(self, free_bytes: int, now_ns: int = 0) -> None:
         """Called at each sign of life with the peer's room: try again what it refused for now."""
         retried = 0
-        for seq, progress in list(self.planner.progress.items()):
-            sequence = self.session.ledger.sequences.get(seq)
-            if sequence is None or progress.stopped not in (NO_ROOM, RETRY_LATER):
+        for seq in list(self._refused):
+            sequence, progress = self.session.ledger.sequences.get(seq), self.planner.progress.get(seq)
+            if progress is None or progress.stopped not in (NO_ROOM, RETRY_LATER):
+                del self._refused[seq]
                 continue
+            if sequence is None:
+                continue  # the engine may announce it anew
             if progress.stopped == NO_ROOM and free_bytes < self.differ.block_bytes:
                 continue
             progress.stopped = ""
-            self.planner.progress[seq] = self.planner.progress.pop(seq)  # the others come before it next time
+            del self._refused[seq]  # refused again, it comes after the others
             self.rewind(sequence, progress.acked, now_ns)
             self._note(sequence, now_ns)
             retried += 1
@@ -215,6 +251,8 @@ class Shipment:
         """The sequence is over, or is held elsewhere; the epoch of what the peer has of it, 0 if nothing."""
         self.differ.forget(seq)
         self.lag.forget(seq)
+        self._behind.pop(seq, None)
+        self._refused.pop(seq, None)
         self._first_sent.pop(seq, None)
         self._unsure.pop(seq, None)
         self._last_sent.pop(seq, None)
@@ -236,14 +274,31 @@ class Shipment:
                 self.lag.forget(seq)
         return self.lag.oldest_ms(now_ns)
 
+    def unflushed(self) -> int:
+        """Not 0 while tokens are still to be sent or to be acked: what `flush` waits for."""
+        while self._behind:
+            seq = next(iter(self._behind))
+            if lag := self._lag(seq):
+                return lag
+            del self._behind[seq]
+        return 0
+
     def lag_tokens(self) -> int:
         """Tokens computed here and not acked there, over all sequences that are sent."""
-        total = 0
-        for seq, progress in self.planner.progress.items():
-            sequence = self.session.ledger.sequences.get(seq)
-            if sequence is not None and not sequence.fenced and not progress.stopped:
-                total += max(0, sequence.shippable - progress.acked)
-        return total
+        lags = {seq: lag for seq in self._behind if (lag := self._lag(seq))}
+        self._behind = dict.fromkeys(lags)
+        return sum(lags.values())
+
+    def _lag(self, seq: str) -> int:
+        sequence, progress = self.session.ledger.sequences.get(seq), self.planner.progress.get(seq)
+        if sequence is None or progress is None or progress.stopped or sequence.fenced:
+            return 0
+        return max(0, sequence.shippable - progress.acked)
+
+    def copies(self) -> tuple[int, int]:
+        """(sequences that the peer is to hold, those of which it holds something)."""
+        progress = self.planner.progress.values()
+        return len(progress), sum(p.acked > 0 for p in progress)
 
 
 STOPPING = (NackReason.FENCED, NackReason.NO_ROOM, NackReason.MALFORMED, NackReason.CORRUPT)

@@ -9,7 +9,7 @@ that the next turn of a conversation finds them. `eviction.py` says what goes wh
 Invariants:
 * `watermark` tokens of a replica are verified and complete: a delta counts as a whole or not at all, a
   replica is dropped whole or cut to a lower watermark, and its writer is told;
-* an epoch lower than the fence of its sequence changes nothing;
+* an epoch lower than the fence of its sequence, or than what the engine here writes, changes nothing;
 * a pinned block (lease) does not change its bytes before the lease is over;
 * token ids decide: keys are computed here from the ids, never taken on trust;
 * a sealed block that was found changed is not given out any more.
@@ -17,18 +17,21 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Literal
 
 from segue_core.content_key import TOKEN_BYTES, chain, root_key
 from segue_core.messages.peer import Delta, End, NackReason
+from segue_core.messages.request import MAX_SEQ_CHARS
 from segue_daemon.arena import Bytes
 from segue_daemon.blocks import Block, BlockPool
 from segue_daemon.deltas import malformed, patch_fits
+from segue_daemon.ended import EndedSequences, Remains
 from segue_daemon.eviction import Budget, Evictor
+from segue_daemon.fences import Fences
 from segue_daemon.intake import Intake, still_there
-from segue_daemon.leases import Leases
+from segue_daemon.leases import MAX_LEASES, Leases
 from segue_daemon.replicas import (
     Loss,
     MatchResult,
@@ -43,7 +46,6 @@ from segue_daemon.replicas import (
     same_writer,
 )
 
-MAX_FENCES = 100_000
 Verify = Literal["always", "load", "off"]
 TRUST_NS = 60_000_000_000
 """With `load`, a block whose checksum agreed so recently is given out without looking again."""
@@ -68,8 +70,11 @@ class ReplicaStore:
         self._pool = BlockPool(memory, checksums=verify != "off")
         self._leases = Leases(self._pool, lease_ns=lease_ns)
         self._verify = verify
-        self._fences: OrderedDict[str, int] = OrderedDict()
+        self._fences = Fences()
+        self.written_here: Callable[[str], int] = lambda _: 0
+        """The epoch under which the engine here writes a sequence; 0: it does not."""
         self.replicas: dict[str, Replica] = {}
+        self._ended = EndedSequences()
         self.on_loss = on_loss
         capacity = len(memory)
         self.budget = Budget(capacity, high_watermark=high_watermark, low_watermark=low_watermark)
@@ -98,9 +103,9 @@ class ReplicaStore:
         detail = malformed(delta)
         if detail:
             return self._refuse(NackReason.MALFORMED, held, detail)
-        newest = max(self._fences.get(delta.seq, 0), replica.epoch if replica else 0)
+        newest = self._newest(delta.seq)
         if delta.epoch < newest:
-            return self._refuse(NackReason.FENCED, held, f"epoch {delta.epoch} is below {newest}")
+            return self._refuse(NackReason.FENCED, held, f"epoch {delta.epoch} is below {newest}", newest)
         fresh = replica is None or not same_writer(replica, delta)
         if replica is None or fresh:
             if delta.base:
@@ -133,7 +138,8 @@ class ReplicaStore:
         current = self.replicas.get(delta.seq)
         held = current.watermark if current else 0
         problem: NackReason | None = None
-        if max(self._fences.get(delta.seq, 0), current.epoch if current else 0) > delta.epoch:
+        newest = self._newest(delta.seq)
+        if newest > delta.epoch:
             problem = NackReason.FENCED
         elif replica.watermark != delta.base or not (reservation.fresh or current is replica):
             problem = NackReason.GAP
@@ -144,11 +150,12 @@ class ReplicaStore:
         patched = self._intake.patch_targets(reservation, now_ns) if problem is None else None
         if problem is not None or patched is None:
             self.cancel(reservation)
-            return self._refuse(problem or NackReason.NO_ROOM, held)
+            return self._refuse(problem or NackReason.NO_ROOM, held, fence=newest)
         if reservation.fresh:
             if current is not None:
                 self._drop(current)
             self.replicas[delta.seq] = replica
+            self._ended.forget(delta.seq)
         self._intake.place(reservation, patched, buffered, now_ns)
         replica.token_ids += delta.token_ids
         replica.written_ns = now_ns
@@ -161,10 +168,28 @@ class ReplicaStore:
 
     def end(self, end: End) -> None:
         """The writer says that the sequence is over, also as it wrote it under earlier epochs: an engine that
-        took a sequence back may end it before anything was shipped. Ignored from any other writer."""
+        took a sequence back may end it before anything was shipped. Ignored from any other writer, but for
+        what is kept for the engine here: it is over once whoever went on with it says so. Older writers are
+        refused from now on, whoever says it."""
+        if 1 < end.epoch < 1 << 63 and len(end.seq) <= MAX_SEQ_CHARS:
+            self._fences.lift(end.seq, end.epoch)
         replica = self.replicas.get(end.seq)
-        if replica and replica.incarnation == end.incarnation and replica.epoch <= end.epoch:
-            self._drop(replica)
+        if replica is None:
+            return
+        same = replica.incarnation == end.incarnation and replica.epoch <= end.epoch
+        if same or (replica.own and replica.epoch < end.epoch):
+            self._retire(replica)
+
+    def holds(self, key: bytes, nbytes: int) -> bool:
+        """Whether a sealed block of this content and size is here."""
+        return self._pool.find(key, nbytes) is not None
+
+    def remains(self, seq: str) -> Remains | None:
+        """What is still here of a sequence that is over. Its bytes are compared with their checksums when an
+        engine asks for them, not now."""
+        if seq in self.replicas:
+            return None
+        return self._ended.remains(seq, lambda key, nbytes: self._pool.find(key, nbytes) is not None)
 
     # -- giving them out ----------------------------------------------------------------------
 
@@ -201,7 +226,7 @@ class ReplicaStore:
                 tokens = agreed
                 blocks += more
                 self._touch(replica, now_ns)
-        if tokens <= computed:
+        if tokens <= computed or len(self._leases) >= MAX_LEASES:
             for block in reversed(blocks):
                 self._pool.touch(block)
             return MatchResult()
@@ -219,8 +244,8 @@ class ReplicaStore:
         if loaded:
             self.loaded_bytes += sum(block.nbytes for block in lease.blocks)
         replica = self.replicas.get(lease.seq)
-        if loaded and replica is not None and self._fences.get(lease.seq, 0) > replica.epoch:
-            self._drop(replica)
+        if loaded and replica is not None and self._fences.of(lease.seq) > replica.epoch:
+            self._retire(replica)
 
     def expire(self, now_ns: int) -> None:
         """End leases that are past their deadline."""
@@ -231,12 +256,9 @@ class ReplicaStore:
         """From now on only writers with `epoch` or higher. Returns the watermark held, None if a fence
         as high stands already (somebody else was promoted, or writes)."""
         replica = self.replicas.get(seq)
-        if max(self._fences.get(seq, 0), replica.epoch if replica else 0) >= epoch:
+        if max(self._fences.of(seq), replica.epoch if replica else 0) >= epoch:
             return None
-        self._fences[seq] = epoch
-        self._fences.move_to_end(seq)
-        while len(self._fences) > MAX_FENCES:
-            self._fences.popitem(last=False)
+        self._fences.lift(seq, epoch)
         if replica is None:
             return 0
         self._touch(replica, max(now_ns, replica.touched_ns))
@@ -244,7 +266,12 @@ class ReplicaStore:
 
     def fence(self, seq: str) -> int:
         """The epoch below which nobody writes `seq` here (0: none)."""
-        return self._fences.get(seq, 0)
+        return self._fences.of(seq)
+
+    def _newest(self, seq: str) -> int:
+        """The newest epoch that is known of `seq`."""
+        replica = self.replicas.get(seq)
+        return max(self._fences.of(seq), replica.epoch if replica else 0, self.written_here(seq))
 
     def drop_writer(self, writer: str, before_ns: int) -> int:
         """Drop the replicas that `writer` has not written since `before_ns`; how many."""
@@ -318,11 +345,26 @@ class ReplicaStore:
 
     def _drop(self, replica: Replica) -> None:
         """Its sealed blocks become cache, the end of the prefix first to go: without its start the rest of
-        a prefix cannot be found."""
+        a prefix cannot be found. Its epoch is remembered: an older writer that wakes up late does not begin
+        it anew."""
         del self.replicas[replica.seq]
+        if replica.epoch > 1:  # nobody is below 1: only sequences that have moved take room
+            self._fences.lift(replica.seq, replica.epoch)
         self.evictor.gone(replica)
         for block in reversed(replica.blocks):
             self._pool.let_go(block)
+
+    def _retire(self, replica: Replica) -> None:
+        """It has done its work; what is full of it may serve the next turn of its conversation."""
+        keys = [block.key for block in takewhile(lambda block: block.key, replica.blocks)]
+        self._drop(replica)
+        self._ended.note(
+            replica.seq,
+            keys,
+            epoch=replica.epoch,
+            block_size=replica.block_size,
+            block_bytes=replica.block_bytes,
+        )
 
     def _supersede(self, newcomer: Replica) -> bool:
         """A writer begins anew and there is no room: what was here of its sequence goes at once."""
@@ -349,9 +391,9 @@ class ReplicaStore:
         self._tell(replica, tokens, NackReason.CORRUPT)
 
     def _tell(self, replica: Replica, watermark: int, reason: NackReason) -> None:
-        if self.on_loss is not None:
+        if self.on_loss is not None and not replica.own:
             self.on_loss(Loss(replica.writer, replica.seq, replica.epoch, watermark, reason))
 
-    def _refuse(self, reason: NackReason, watermark: int, detail: str = "") -> Refusal:
+    def _refuse(self, reason: NackReason, watermark: int, detail: str = "", fence: int = 0) -> Refusal:
         self.refused += 1
-        return Refusal(reason, watermark, detail)
+        return Refusal(reason, watermark, detail, fence if reason == NackReason.FENCED else 0)

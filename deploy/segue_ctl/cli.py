@@ -10,10 +10,10 @@ import sys
 
 from segue_core import __version__
 from segue_core.errors import ConfigError, SegueError
-from segue_ctl import bench, check_config, demo, drain, status
+from segue_ctl import bench, check_config, demo, drain, keygen, status
 from segue_ctl.output import FAILED, USAGE, complain
 
-_VERBS = (status, drain, check_config, demo, bench)
+_VERBS = (status, drain, check_config, keygen, demo, bench)
 _INTERRUPTED = 130
 
 _EPILOG = """\
@@ -22,6 +22,7 @@ examples:
   seguectl status http://host:7101 --json  one daemon, for a program
   seguectl drain a                         empty engine a before it is stopped
   seguectl check-config /etc/segue/*.yaml  before a restart
+  seguectl keygen --out keys gpu0 gpu1     keys for daemons on several hosts
   seguectl demo                            kill an engine in the middle of an answer
 
 exit status: 0 ok, 1 failed, 2 usage or configuration, 3 unhealthy or unreachable

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from segue_core.security import TOKEN_VARIABLE
 from segue_ctl import cluster_checks as checks
 from segue_ctl.child import Child, finish_all
 from segue_ctl.cluster_config import (
@@ -59,8 +60,10 @@ class Cluster:
     """Engines by name, in the order given; each protected one has a daemon of the same name.
 
     sinks: names of further daemons that have no engine and only hold replicas. routed: engines that routers
-    are told of (None: all). routed_urls: where routers reach an engine, if not at its own address (a proxy).
-    side_cpus: cores for daemons and routers (None: any). engine_command: what an engine is; by default vLLM.
+    are told of (None: all). routed_urls, routed_daemon_urls: where routers reach an engine or a daemon, if
+    not at its own address (a proxy); peer_hosts: at which address a daemon dials its peers' ports, if not at
+    theirs. side_cpus: cores for daemons and routers (None: any). engine_command: what an engine is; by
+    default vLLM.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Cluster:
         sinks: Sequence[str] = (),
         routed: Sequence[str] | None = None,
         routed_urls: Mapping[str, str] | None = None,
+        routed_daemon_urls: Mapping[str, str] | None = None,
+        peer_hosts: Mapping[str, str] | None = None,
         side_cpus: frozenset[int] | None = None,
         daemon_overrides: Mapping[str, Any] | None = None,
         router_overrides: Mapping[str, Any] | None = None,
@@ -84,6 +89,8 @@ class Cluster:
         self._progress = progress
         self._routed = list(self.specs if routed is None else routed)
         self._routed_urls = dict(routed_urls or {})
+        self._routed_daemon_urls = dict(routed_daemon_urls or {})
+        self._peer_hosts = dict(peer_hosts or {})
         self._side_cpus = side_cpus
         self._router_overrides = dict(router_overrides or {})
         self._engine_command = engine_command
@@ -127,6 +134,13 @@ class Cluster:
 
     def daemon_url(self, name: str) -> str:
         return self._daemon_places[name].url
+
+    def daemon_place(self, name: str) -> DaemonPlace:
+        return self._daemon_places[name]
+
+    def process(self, name: str) -> Child:
+        """`engine-NAME`, `daemon-NAME` or a router, for those who signal it themselves. Raises KeyError."""
+        return {child.name: child for child in self._children()}[name]
 
     def router_url(self, name: str = ROUTER) -> str:
         return f"http://{LOOPBACK}:{self._routers[name][1]}"
@@ -284,7 +298,7 @@ class Cluster:
                     engine,
                     self._routed_urls.get(engine, self.engine_url(engine)),
                     self.model,
-                    self.daemon_url(engine) if replicated and engine in self._daemons else "",
+                    self._daemon_url_for_routers(engine) if replicated else "",
                 )
                 for engine in self._routed
             ]
@@ -329,7 +343,8 @@ class Cluster:
     def _service_child(self, kind: str, name: str) -> Child:
         title = f"daemon-{name}" if kind == "daemon" else name
         argv = [console_script(f"segue-{kind}"), "--config", str(self.folder / f"{title}.yaml")]
-        return self._child(title, argv, env=None, cpus=self._side_cpus)
+        env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        return self._child(title, argv, env=env, cpus=self._side_cpus)
 
     def _child(
         self, name: str, argv: Sequence[str], *, env: Mapping[str, str] | None, cpus: frozenset[int] | None
@@ -341,7 +356,13 @@ class Cluster:
         places = list(self._daemon_places.values())
         for place in places:
             others = [other for other in places if other is not place]
-            write_yaml(self.folder / f"daemon-{place.name}.yaml", daemon_config(place, others, overrides))
+            host = self._peer_hosts.get(place.name, LOOPBACK)
+            tree = daemon_config(place, others, overrides, peer_host=host)
+            write_yaml(self.folder / f"daemon-{place.name}.yaml", tree)
+
+    def _daemon_url_for_routers(self, engine: str) -> str:
+        own = self.daemon_url(engine) if engine in self._daemons else ""
+        return self._routed_daemon_urls.get(engine, own)
 
 
 def _run_folder() -> Path:

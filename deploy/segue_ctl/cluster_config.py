@@ -42,14 +42,20 @@ class RouterEngineEntry:
     daemon: str = ""
 
 
-def daemon_config(place: DaemonPlace, others: Sequence[DaemonPlace], overrides: Mapping[str, Any]) -> Tree:
-    """A daemon's file: every other daemon is its peer."""
+def daemon_config(
+    place: DaemonPlace,
+    others: Sequence[DaemonPlace],
+    overrides: Mapping[str, Any],
+    *,
+    peer_host: str = LOOPBACK,
+) -> Tree:
+    """A daemon's file: every other daemon is its peer, reached at `peer_host`."""
     tree: Tree = {
         "name": place.name,
         "socket": str(place.socket),
         "http": {"host": LOOPBACK, "port": place.http_port},
         "listen": {"host": LOOPBACK, "control_port": place.control_port, "bulk_port": place.bulk_port},
-        "peers": [{"name": other.name, "control": f"{LOOPBACK}:{other.control_port}"} for other in others],
+        "peers": [{"name": other.name, "control": f"{peer_host}:{other.control_port}"} for other in others],
         "store": {"budget_bytes": STORE_BYTES},
     }
     return merged(tree, overrides)

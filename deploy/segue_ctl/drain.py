@@ -9,8 +9,9 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from ssl import SSLContext
 from typing import Any
 
 import aiohttp
@@ -18,8 +19,10 @@ import msgspec
 
 from segue_core.errors import ConfigError, SegueError
 from segue_core.messages.status import DrainProgress, ErrorBody, RouterEngine
+from segue_ctl import access
 from segue_ctl.output import FAILED, OK, UNHEALTHY, Style, complain, to_json
 from segue_ctl.status import DEFAULT_URL, normal_url
+from segue_ctl.waiting import tls_problem
 
 SILENCE_S = 10.0
 """The router says something every second: after so long it is not there any more."""
@@ -66,6 +69,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", metavar="ENGINE", help="its name in the router's configuration")
     parser.add_argument("--router", metavar="URL", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
     parser.add_argument("--json", action="store_true", help="for programs")
+    access.add_options(parser)
 
 
 def run_drain(args: argparse.Namespace) -> int:
@@ -75,18 +79,20 @@ def run_drain(args: argparse.Namespace) -> int:
         if not 0 <= args.timeout <= MAX_TIMEOUT_S:
             raise ConfigError(f"--timeout: expected seconds from 0 to {MAX_TIMEOUT_S}")
         query["timeout_ms"] = str(round(args.timeout * 1000))
-    return asyncio.run(_watched(normal_url(args.router), query, as_json=args.json))
+    options = access.session_options(args)
+    return asyncio.run(_watched(normal_url(args.router), query, options, as_json=args.json))
 
 
 def run_undrain(args: argparse.Namespace) -> int:
     """End the drain."""
-    return asyncio.run(_undrain(normal_url(args.router), args.engine, as_json=args.json))
+    options = access.session_options(args)
+    return asyncio.run(_undrain(normal_url(args.router), args.engine, options, as_json=args.json))
 
 
-async def _watched(router: str, query: dict[str, str], *, as_json: bool) -> int:
+async def _watched(router: str, query: dict[str, str], options: dict[str, Any], *, as_json: bool) -> int:
     shown = last = None
     try:
-        async with _asked(f"{router}/drain", query) as answer:
+        async with _asked(f"{router}/drain", query, **options) as answer:
             while line := await answer.content.readline():
                 last = msgspec.json.decode(line, type=DrainProgress)
                 if as_json:
@@ -103,9 +109,9 @@ async def _watched(router: str, query: dict[str, str], *, as_json: bool) -> int:
     return OK if last.done else FAILED
 
 
-async def _undrain(router: str, engine: str, *, as_json: bool) -> int:
+async def _undrain(router: str, engine: str, options: dict[str, Any], *, as_json: bool) -> int:
     try:
-        async with _asked(f"{router}/undrain", {"engine": engine}) as answer:
+        async with _asked(f"{router}/undrain", {"engine": engine}, **options) as answer:
             status = msgspec.json.decode(await answer.read(), type=RouterEngine)
     except _Unreachable as error:
         complain(str(error))
@@ -129,17 +135,21 @@ class _Unreachable(Exception):
 
 
 @asynccontextmanager
-async def _asked(url: str, query: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+async def _asked(
+    url: str, query: dict[str, str], *, headers: Mapping[str, str], ssl: SSLContext | bool
+) -> AsyncIterator[aiohttp.ClientResponse]:
     """The good answer to a POST. Raises ConfigError (a wrong name), SegueError (refused), _Unreachable."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, params=query) as answer,
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.post(url, params=query, ssl=ssl) as answer,
         ):
             if answer.status != 200:
                 raise _refusal(answer.status, await answer.read())
             yield answer
+    except aiohttp.ClientSSLError as error:
+        raise _Unreachable(f"{url}: no TLS with it: {tls_problem(error)}") from error
     except aiohttp.ClientConnectorError as error:
         raise _Unreachable(f"{url}: cannot connect: {os.strerror(error.os_error.errno or 0)}") from error
     except TimeoutError as error:
@@ -155,5 +165,7 @@ def _refusal(status: int, body: bytes) -> SegueError | _Unreachable:
         said = msgspec.json.decode(body, type=ErrorBody)
     except msgspec.DecodeError:
         return _Unreachable(f"not a Segue router (HTTP {status})")
+    if status == 401:
+        return ConfigError(said.error, hint="--token-file FILE, or the variable SEGUE_TOKEN")
     kind = ConfigError if 400 <= status < 500 else SegueError
     return kind(said.error, hint=said.hint)

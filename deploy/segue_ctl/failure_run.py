@@ -133,7 +133,7 @@ async def interrupted(
 
     Raises StreamFailed if the answer does not come to its end or the signal was never sent.
     """
-    before = await _counters(cluster)
+    before = await counters(cluster)
     engine, signalled_ns = "", 0
     async with open_stream(cluster.session, chat_url(router_url), question.body(cluster.model)) as stream:
         answer = Answer(headers=stream.headers, started_ns=stream.started_ns)
@@ -153,8 +153,8 @@ async def interrupted(
                 serving.cancel()
     if not signalled_ns:
         raise StreamFailed(f"the answer ended after {len(answer.token_ids)} tokens, before the failure")
-    after = await _settled_counters(cluster, engine)
-    story = await _story(cluster, router_url, answer.headers.get("x-segue-seq", ""))
+    after = await settled_counters(cluster, engine)
+    story = await story_of(cluster, router_url, answer.headers.get("x-segue-seq", ""))
     return FailureRun(answer, signalled_ns, engine, story, before, after)
 
 
@@ -231,7 +231,8 @@ async def _serving_engine(cluster: Cluster, router_url: str) -> str:
     raise StreamFailed(f"the router does not tell which engine answers: {status}")
 
 
-async def _story(cluster: Cluster, router_url: str, seq: str) -> RequestStory | None:
+async def story_of(cluster: Cluster, router_url: str, seq: str) -> RequestStory | None:
+    """What the router tells of one request."""
     code, body = await get_json(cluster.session, f"{router_url}/v1/segue/requests/{seq}")
     try:
         return msgspec.convert(body, RequestStory) if code == 200 else None
@@ -239,7 +240,7 @@ async def _story(cluster: Cluster, router_url: str, seq: str) -> RequestStory | 
         raise StreamFailed(f"{router_url}: unexpected story of {seq}: {error}") from error
 
 
-async def _counters(cluster: Cluster, without: str = "") -> dict[str, str]:
+async def counters(cluster: Cluster, without: str = "") -> dict[str, str]:
     """The metrics of every engine (but `without`) and daemon that answers."""
     urls = {name: cluster.engine_url(name) for name in cluster.specs if name != without}
     urls |= {f"daemon-{name}": cluster.daemon_url(name) for name in cluster.daemons_alive()}
@@ -247,12 +248,12 @@ async def _counters(cluster: Cluster, without: str = "") -> dict[str, str]:
     return dict(zip(urls, texts, strict=True))
 
 
-async def _settled_counters(cluster: Cluster, failed: str) -> dict[str, str]:
+async def settled_counters(cluster: Cluster, failed: str = "") -> dict[str, str]:
     """The counters once they stand still: vLLM publishes a step's numbers a little after the step."""
     deadline = time.monotonic() + _SETTLE_S
     seen: dict[str, float] = {}
     while True:
-        texts = await _counters(cluster, without=failed)
+        texts = await counters(cluster, without=failed)
         now = {
             f"{name} {source}": value
             for name, text in texts.items()

@@ -9,6 +9,8 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Mapping
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +19,10 @@ import msgspec
 
 from segue_core.errors import ConfigError
 from segue_core.messages.status import DaemonStatus, RouterStatus
+from segue_ctl import access
+from segue_ctl.access import session_options
 from segue_ctl.output import OK, UNHEALTHY, Style, complain, table, to_json
+from segue_ctl.status_daemon import daemon_facts, peer_table
 from segue_ctl.waiting import get_json
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -28,6 +33,7 @@ examples:
   seguectl status
   seguectl status http://127.0.0.1:7101 http://127.0.0.1:7102
   seguectl status --watch 1
+  seguectl status https://host:7101 --ca keys/router/ca.crt --token-file keys/router/token
 
 --json prints one object: {"URL": {"kind": "router"|"daemon", "ready": BOOL, "status": {...}}}, or
 {"URL": {"kind": "unreachable", "ready": false, "error": TEXT}}. The fields of "status" are those of the
@@ -62,6 +68,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (default: 2)"
     )
+    access.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -69,18 +76,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the state once, or until interrupted."""
     if args.watch is not None and not args.watch > 0:
         raise ConfigError("--watch: expected a number of seconds above 0")
-    urls = [normal_url(url) for url in args.urls]
+    urls, options = [normal_url(url) for url in args.urls], session_options(args)
     while True:
-        seen = asyncio.run(look(urls))
+        seen = asyncio.run(look(urls, **options))
         _print(seen, as_json=args.json, watching=args.watch is not None)
         if args.watch is None:
             return OK if all(one.ready for one in seen.values()) else UNHEALTHY
         time.sleep(args.watch)
 
 
-async def look(urls: list[str]) -> dict[str, Seen]:
+async def look(
+    urls: list[str], *, headers: Mapping[str, str] | None = None, ssl: SSLContext | bool = True
+) -> dict[str, Seen]:
     """Ask all of `urls` at once."""
-    async with aiohttp.ClientSession() as session:
+    connector = aiohttp.TCPConnector(ssl=ssl)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         answers = await asyncio.gather(*(get_json(session, f"{url}/status") for url in urls))
     return {url: read_status(*answer) for url, answer in zip(urls, answers, strict=True)}
 
@@ -89,6 +99,8 @@ def read_status(code: int, body: object) -> Seen:
     """What an answer to `GET /status` means. Code 0: nothing answered, `body` says why."""
     if code == 0:
         return Seen("unreachable", False, error=str(body))
+    if code == 401:
+        return Seen("unreachable", False, error="the token is missing or wrong (--token-file, SEGUE_TOKEN)")
     if not isinstance(body, dict) or "ready" not in body:
         return Seen("unreachable", False, error=f"not a Segue status endpoint (HTTP {code})")
     kind: type[RouterStatus] | type[DaemonStatus] = RouterStatus if "engines" in body else DaemonStatus
@@ -168,34 +180,9 @@ def _render_router(url: str, status: RouterStatus, style: Style) -> str:
 
 
 def _render_daemon(url: str, status: DaemonStatus, style: Style) -> str:
-    engine, store = status.engine, status.store
     name = style.bold(f"daemon {status.name}")
     head = f"{name} {url}  {_ready(status.ready, style)}  version {status.version}"
-    facts = [
-        ["engine", f"{engine.engine or '-'} {engine.state}" + (f" (pid {engine.pid})" if engine.pid else "")],
-        ["", engine.detail],
-        ["sequences", f"{engine.sequences}, journal records dropped {engine.journal_dropped}"],
-        ["replicas", f"{store.replicas} in {_mib(store.used_bytes)} of {_mib(store.budget_bytes)} MiB"],
-        ["", f"cached {_mib(store.cached_bytes)} MiB, leases {store.leases}, refused {store.refused}"],
-    ]
-    lines = [head, table([row for row in facts if row[1]])]
+    lines = [head, daemon_facts(status)]
     if status.peers:
-        rows = [
-            [
-                p.peer,
-                "up" if p.connected else "down",
-                str(p.sequences),
-                str(p.lag_tokens),
-                f"{_mib(p.sent_bytes)}",
-                p.address,
-                p.detail,
-            ]
-            for p in status.peers
-        ]
-        header = ["PEER", "LINK", "SEQUENCES", "LAG TOKENS", "SENT MIB", "ADDRESS", ""]
-        lines.append(table(rows, header=header, right=(2, 3, 4)))
+        lines.append(peer_table(status.peers, style))
     return "\n".join(lines)
-
-
-def _mib(count: int) -> str:
-    return f"{count / (1 << 20):.1f}"

@@ -49,12 +49,21 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
                 return answer.status, msgspec.json.decode(body)
             except msgspec.DecodeError:
                 return answer.status, None
+    except aiohttp.ClientSSLError as error:
+        return 0, f"no TLS with it: {tls_problem(error)}"
     except aiohttp.ClientConnectorError as error:
         return 0, f"cannot connect: {os.strerror(error.os_error.errno or 0)}"
     except TimeoutError:
         return 0, f"no answer within {_PROBE_TIMEOUT.total:.0f} s"
     except (aiohttp.ClientError, OSError) as error:
         return 0, str(error) or type(error).__name__
+
+
+def tls_problem(error: aiohttp.ClientSSLError) -> str:
+    """Why there is no TLS, in words."""
+    cause = getattr(error, "certificate_error", None) or error.__cause__ or error
+    reason = getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or str(cause)
+    return f"{reason} (--ca FILE: the cluster's ca.crt)"
 
 
 def _tail(child: Child) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ from segue_core.clock import Clock, MonotonicClock
 from segue_core.errors import GeometryError
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.journal import Begin
-from segue_core.messages.local import Register
+from segue_core.messages.local import MAX_DETAIL_CHARS, Notice, Register
 from segue_core.messages.status import Exact
 from segue_core.ring import Word
 from segue_shim.channel import Channel
@@ -45,6 +46,8 @@ where the ring's end splits the free room, and the step's own news find room bes
 class Exporter:
     """One engine rank's tie to its daemon. Writes each step to the journal; loads from the arena."""
 
+    notice: ClassVar[Notice] = "before"
+
     def __init__(
         self,
         socket_path: str,
@@ -56,10 +59,12 @@ class Exporter:
         defaults: Mapping[str, float] | None = None,
         exact: tuple[Exact, ...] = (),
         exact_detail: str = "",
+        rank: int = 0,
+        ranks: int = 1,
         options: ExporterOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`defaults`, `exact` and `exact_detail`: see `EngineStatus`."""
+        """`defaults`, `exact` and `exact_detail`: see `EngineStatus`; `rank` of `ranks`: see `Register`."""
         self.broken = False
         self._path = socket_path
         self._engine = engine
@@ -68,7 +73,9 @@ class Exporter:
         self._incarnation = incarnation
         self._defaults = dict(defaults or {})
         self._exact = exact
-        self._exact_detail = exact_detail
+        self._exact_detail = exact_detail[:MAX_DETAIL_CHARS]
+        self._rank = rank
+        self._ranks = ranks
         self._options = options or ExporterOptions()
         self._clock = clock or MonotonicClock()
         self._table = LiveTable()
@@ -123,6 +130,9 @@ class Exporter:
             defaults=self._defaults,
             exact=self._exact,
             exact_detail=self._exact_detail,
+            rank=self._rank,
+            ranks=self._ranks,
+            notice=self.notice,
         )
         listener = Listener(
             up=self._offer,
@@ -166,12 +176,13 @@ class Exporter:
         ring.set(Word.STEP_BEGUN, self._step)
 
     @contained(nothing)
-    def commit(self, failed_blocks: Sequence[int] = ()) -> None:
-        """The step is complete. Sequences with `failed_blocks` did not get on: see `LoadResult`."""
+    def commit(self, failed_blocks: Sequence[int] = (), unsure_blocks: Sequence[int] = ()) -> None:
+        """The step is complete. Sequences with `failed_blocks` did not get on: see `LoadResult`; of those
+        with `unsure_blocks` the next step tells (another rank may have failed to load them)."""
         if not self._in_step:
             return
         self._in_step = False
-        record = self._table.commit(self._plan, self._step, failed_blocks)
+        record = self._table.commit(self._plan, self._step, failed_blocks, unsure_blocks)
         channel = self._channel
         if channel is None:
             return
@@ -206,27 +217,32 @@ class Exporter:
 
         A load whose lease ran out, or whose arena is gone, has failed: its blocks must be computed.
         """
-        return [self._load(load) or _failed(load) for load in loads]
+        return [self._load(load) or self._failed(load) for load in loads]
 
     @contained(nothing)
     def _load(self, load: Load) -> LoadResult | None:
         arena = self._channel.arena if self._channel is not None else None
-        if arena is None or self._loader is None or arena.incarnation != load.daemon:
+        source = load.sources[self._rank]
+        if arena is None or self._loader is None or arena.incarnation != source.daemon:
             logger.warning("segue: a replica of %d tokens is out of reach, computing instead", load.tokens)
             return None
         try:
-            self._loader.copy(arena, load.block_ids, load.extents)
+            self._loader.copy(arena, load.block_ids, source.extents)
         except ValueError as error:
             logger.warning(
                 "segue: a replica of %d tokens does not fit, computing instead: %s", load.tokens, error
             )
             return None
-        if self._clock.now_ns() >= load.deadline_ns:
+        if self._clock.now_ns() >= source.deadline_ns:
             logger.warning(
                 "segue: the lease on a replica of %d tokens ran out, computing instead", load.tokens
             )
             return None
-        return LoadResult(load.daemon, load.lease, load.tokens, ())
+        return LoadResult(source.daemon, source.lease, load.tokens, ())
+
+    def _failed(self, load: Load) -> LoadResult:
+        source = load.sources[self._rank]
+        return LoadResult(source.daemon, source.lease, 0, load.block_ids)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -254,7 +270,3 @@ class Exporter:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-
-def _failed(load: Load) -> LoadResult:
-    return LoadResult(load.daemon, load.lease, 0, load.block_ids)

@@ -1,7 +1,8 @@
-"""Asks the daemon what KV it holds for a request: the scheduler's side of the local channel.
+"""Asks the daemon of one rank what KV it holds for a request: the scheduler's side of the local channel.
 
-Owned by the scheduler's thread. Invariant: no call takes longer than its deadline, and none raises; a
-daemon that is absent, slow or talks nonsense holds nothing.
+A question and its answer are two calls, so that the daemons of a group work on it at the same time (see
+`match_group`). Owned by the scheduler's thread. Invariant: no call takes longer than its deadline, and none
+raises; a daemon that is absent, slow or talks nonsense holds nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class MatchClient:
         incarnation: int,
         fingerprint: bytes,
         block_size: int,
+        rank: int = 0,
+        ranks: int = 1,
         options: ExporterOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -41,11 +44,15 @@ class MatchClient:
         self._attach = Attach(version=PROTOCOL_VERSION, engine=engine, incarnation=incarnation)
         self._fingerprint = fingerprint
         self._block_size = block_size
+        self._rank = rank
+        self._ranks = ranks
         self._options = options or ExporterOptions()
         self._clock = clock or MonotonicClock()
         self._connection: socket.socket | None = None
         self._buffer = bytearray()
         self._request = 0
+        self._question: Match | None = None
+        self._fresh = False
         self._quiet_until_ns = 0
         self._outage = False
         self.daemon = 0
@@ -59,11 +66,29 @@ class MatchClient:
         The answer's lease must be released.
         """
         now = self._clock.now_ns()
-        if now < self._quiet_until_ns:
-            return None
         deadline = now + self._options.match_timeout_ms * 1_000_000
+        if self.quiet(now) or not self.ask(
+            deadline,
+            seq=seq,
+            epoch=epoch,
+            salt=salt,
+            token_ids=token_ids,
+            computed=computed,
+            limit=limit,
+        ):
+            return None
+        return self.answer(deadline)
+
+    def quiet(self, now_ns: int) -> bool:
+        """Whether it is not to be asked now, because it failed a moment ago."""
+        return now_ns < self._quiet_until_ns
+
+    def ask(
+        self, deadline: int, *, seq: str, epoch: int, salt: bytes, token_ids: bytes, computed: int, limit: int
+    ) -> bool:
+        """Send the question; False: the daemon cannot be reached. True: `answer` must be called next."""
         self._request += 1
-        question = Match(
+        self._question = Match(
             request=self._request,
             seq=seq,
             epoch=epoch,
@@ -72,21 +97,30 @@ class MatchClient:
             token_ids=token_ids,
             computed=computed,
             limit=limit,
+            rank=self._rank,
+            ranks=self._ranks,
         )
+        self._fresh = self._connection is None
         try:
-            matched = self._ask(question, deadline)
-        except TimeoutError:
-            # The answer may still come: it is skipped then. Only a frame cut in half ends the connection.
-            self._failed(f"no answer within {self._options.match_timeout_ms} ms")
-            return None
+            self._put(self._question, deadline)
         except (OSError, ProtocolError) as error:
-            self.close()
-            self._failed(repr(error))
+            self._give_up(error)
+            return False
+        return True
+
+    def answer(self, deadline: int) -> Matched | None:
+        """The answer to the question that was asked last; None: nothing is held, or none came in time."""
+        question, self._question = self._question, None
+        assert question is not None
+        try:
+            matched = self._get(question, deadline)
+        except (OSError, ProtocolError) as error:
+            self._give_up(error)
             return None
         if self._outage:
             self._outage = False
             logger.info("segue: segue-daemon answers again")
-        if matched.tokens <= computed:
+        if matched.tokens <= question.computed:
             self.release(matched.lease, 0)
             return None
         return matched
@@ -107,23 +141,40 @@ class MatchClient:
             self._connection = None
         self._buffer.clear()
 
-    def _ask(self, question: Match, deadline: int) -> Matched:
-        fresh = self._connection is None
-        try:
-            return self._ask_once(question, deadline)
-        except TimeoutError:
-            raise
-        except OSError:
-            # A daemon that was restarted is found out by writing to the old connection.
-            if fresh:
-                raise
-            self.close()
-            return self._ask_once(question, deadline)
-
-    def _ask_once(self, question: Match, deadline: int) -> Matched:
+    def _put(self, question: Match, deadline: int) -> None:
         if self._connection is None:
             self._connect(deadline)
-        self._send(question, deadline)
+        try:
+            self._send(question, deadline)
+        except OSError as error:
+            self._connect_anew(error, deadline)
+            self._send(question, deadline)
+
+    def _get(self, question: Match, deadline: int) -> Matched:
+        try:
+            return self._receive_answer(question, deadline)
+        except OSError as error:
+            self._connect_anew(error, deadline)
+            self._send(question, deadline)
+            return self._receive_answer(question, deadline)
+
+    def _connect_anew(self, error: OSError, deadline: int) -> None:
+        """A daemon that was restarted is found out by using the old connection; else raises `error`."""
+        if self._fresh or isinstance(error, TimeoutError):
+            raise error
+        self.close()
+        self._fresh = True
+        self._connect(deadline)
+
+    def _give_up(self, error: OSError | ProtocolError) -> None:
+        if isinstance(error, TimeoutError):
+            # The answer may still come: it is skipped then. Only a frame cut in half ends the connection.
+            self._failed(f"no answer within {self._options.match_timeout_ms} ms")
+        else:
+            self.close()
+            self._failed(repr(error))
+
+    def _receive_answer(self, question: Match, deadline: int) -> Matched:
         while True:
             reply = decode(self._receive(deadline), ToEngine, peer=PEER)
             if isinstance(reply, Refused):

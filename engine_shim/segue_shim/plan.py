@@ -31,22 +31,31 @@ class StepPlan(msgspec.Struct, frozen=True):
     running: int = 0
 
 
-class Load(msgspec.Struct, frozen=True):
-    """A replica to copy into the engine's pages: block `block_ids[i]` from arena offset `extents[i]`.
+class Source(msgspec.Struct, frozen=True):
+    """Where one rank's part of a replica lies: arena offset `extents[i]` for block i of the load.
 
-    `daemon` is the incarnation whose arena the offsets belong to; `tokens` is what the lease is worth.
+    `daemon` is the incarnation whose arena the offsets belong to. The blocks stay put until `deadline_ns`
+    or until the lease is released.
     """
 
     daemon: int
     lease: int
     deadline_ns: int
-    tokens: int
-    block_ids: tuple[int, ...]
     extents: tuple[int, ...]
 
 
+class Load(msgspec.Struct, frozen=True):
+    """A replica of `tokens` tokens to copy into the engine's pages: each rank fills the blocks `block_ids` of
+    its own pages from its own source (`sources`, one a rank, in rank order)."""
+
+    tokens: int
+    block_ids: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+
 class LoadResult(msgspec.Struct, frozen=True):
-    """What became of a load. `loaded` tokens (0: failed); `failed_blocks` must be computed instead."""
+    """What became of a load at one rank, whose daemon's incarnation is `daemon`. `loaded` tokens (0: failed);
+    `failed_blocks` must be computed instead, at every rank."""
 
     daemon: int
     lease: int

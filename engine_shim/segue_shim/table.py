@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from segue_core.messages.journal import Begin, Commit, SequenceBegin, SequenceUpdate
+from segue_core.messages.request import Replication
 from segue_shim.plan import StepPlan, unpack_u32
 
 ANNOUNCEMENT_OVERHEAD_BYTES = 192
@@ -32,6 +33,7 @@ class LiveSequence:
     token_ids: bytearray
     block_ids: bytearray
     computed: int
+    replication: Replication = "normal"
     known: bool = False
     fenced: bool = False
     paused: bool = False
@@ -93,19 +95,27 @@ class LiveTable:
             ended=tuple(seq for seq in ended if seq not in said),
         )
 
-    def commit(self, plan: StepPlan, step: int, failed_blocks: Collection[int] = ()) -> Commit | None:
+    def commit(
+        self,
+        plan: StepPlan,
+        step: int,
+        failed_blocks: Collection[int] = (),
+        unsure_blocks: Collection[int] = (),
+    ) -> Commit | None:
         """The step is complete: its Commit record, or None if no announced sequence got on.
 
         Sequences that have one of `failed_blocks` (replica blocks that could not be loaded) are left
-        where they were: what the step computed for them is void.
+        where they were: what the step computed for them is void. Those that have one of `unsure_blocks` may
+        turn out to be: they stay where they were in this step, and the next one tells.
         """
         self._void.update(failed_blocks)
+        doubtful = self._void.union(unsure_blocks)
         computed: list[tuple[str, int]] = []
         for seq, tokens in plan.computed:
             live = self._live.get(seq)
             if live is None or live.paused:
                 continue
-            if self._void and not self._void.isdisjoint(unpack_u32(live.block_ids)):
+            if doubtful and not doubtful.isdisjoint(unpack_u32(live.block_ids)):
                 continue
             live.computed = tokens
             if live.known and not live.fenced and seq not in self._waiting:
@@ -146,6 +156,7 @@ class LiveTable:
             token_ids=bytearray(start.token_ids),
             block_ids=bytearray(start.block_ids),
             computed=start.computed,
+            replication=start.replication,
             known=known,
             fenced=fenced,
         )
@@ -173,6 +184,7 @@ class LiveTable:
                     token_ids=bytes(live.token_ids),
                     block_ids=bytes(live.block_ids),
                     computed=live.computed,
+                    replication=live.replication,
                 )
             )
         return tuple(begun)

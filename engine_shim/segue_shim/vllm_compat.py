@@ -16,6 +16,7 @@ import msgspec
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from segue_core.messages.request import SegueParams, parse_params
+from segue_core.messages.status import MAX_RANKS
 from segue_shim.options import ExporterOptions
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 DEFAULT_SOCKET = "/run/segue/daemon.sock"
+RANK_MARK = "{rank}"
 LIMITS = ("ring_bytes", "match_timeout_ms", "connect_timeout_ms", "reply_timeout_ms")
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config`. `engine` names this engine to its daemon; `fingerprint` is whatever
-    else must agree for KV to be interchangeable, in the operator's own words."""
+    else must agree for KV to be interchangeable, in the operator's own words. In `socket`, `{rank}` stands
+    for the number of the rank whose daemon it is."""
 
     socket: str = DEFAULT_SOCKET
     engine: str = "engine"
@@ -39,6 +42,10 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     match_timeout_ms: int | None = None
     connect_timeout_ms: int | None = None
     reply_timeout_ms: int | None = None
+
+    def socket_of(self, rank: int) -> str:
+        """The socket of the daemon beside rank `rank`."""
+        return self.socket.replace(RANK_MARK, str(rank))
 
     def options(self) -> ExporterOptions:
         """The limits, with defaults. Raises ValueError for one out of bounds."""
@@ -84,19 +91,22 @@ def generation_defaults(vllm_config: VllmConfig) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
+def group(vllm_config: VllmConfig) -> tuple[int, int]:
+    """(rank of this process, ranks of the engine); the scheduler's process counts as rank 0."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank), int(parallel.world_size)
+
+
 def limits(vllm_config: VllmConfig) -> tuple[int, int]:
     """(size of the vocabulary, tokens of the longest sequence)."""
     return int(vllm_config.model_config.get_vocab_size()), int(vllm_config.model_config.max_model_len)
 
 
-def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str:
-    """Why this engine's KV cannot be protected; empty if it can."""
-    parallel = vllm_config.parallel_config
-    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
-        return (
-            f"{parallel.world_size} ranks and {parallel.data_parallel_size} data-parallel engines:"
-            " only engines of one rank are supported so far"
-        )
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, socket: str) -> str:
+    """Why this engine's KV cannot be protected; empty if it can. `socket`: as configured."""
+    problem = _group_refusal(vllm_config.parallel_config, socket)
+    if problem:
+        return problem
     if vllm_config.scheduler_config.async_scheduling:
         # The next step is scheduled, and would count as computed, before a failed load is known.
         return "asynchronous scheduling is not supported so far: start with --no-async-scheduling"
@@ -106,6 +116,28 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> s
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec:
         return f"KV cache of kind {type(spec).__name__}: only full attention is supported so far"
+    return ""
+
+
+def _group_refusal(parallel: Any, socket: str) -> str:
+    if parallel.data_parallel_size > 1:
+        return (
+            f"{parallel.data_parallel_size} data-parallel engines: only engines of their own are supported"
+            " so far: start each as one server"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        # vLLM schedules the next step before it knows of this one's failed loads, as asynchronously.
+        return "pipeline parallelism is not supported so far: use --tensor-parallel-size for several ranks"
+    for other in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, other, 1) > 1:
+            return f"{other} {getattr(parallel, other)} is not supported so far"
+    if parallel.world_size > MAX_RANKS:
+        return f"{parallel.world_size} ranks: at most {MAX_RANKS} are supported"
+    if parallel.world_size > 1 and RANK_MARK not in socket:
+        return (
+            f"{parallel.world_size} ranks, but one socket {socket}: start one segue-daemon a rank and write"
+            f' {RANK_MARK} into `socket`, for example "/run/segue/a-{RANK_MARK}.sock"'
+        )
     return ""
 
 

@@ -21,6 +21,7 @@ from segue_shim import vllm_compat, vllm_worker_state
 from segue_shim.exporter import Exporter
 from segue_shim.guard import contained, nothing
 from segue_shim.match_client import MatchClient
+from segue_shim.match_group import MatchGroup
 from segue_shim.options import ExporterOptions
 from segue_shim.plan import StepPlan
 from segue_shim.vllm_fingerprint import fingerprint
@@ -59,6 +60,7 @@ class SegueConnector(KVConnectorBase_V1):
         self._resumer: OutputResumer | None = None
         self._handshake: SegueHandshake | None = None
         self._unloaded: set[int] = set()
+        self._failed: tuple[int, ...] = ()
         self._block_size = 1
         self._cached_blocks = 0
         self._incarnation = 0
@@ -91,21 +93,28 @@ class SegueConnector(KVConnectorBase_V1):
         extra: vllm_compat.ExtraConfig,
         options: ExporterOptions,
     ) -> None:
-        refusal = vllm_compat.refusal(vllm_config, kv_cache_config)
+        refusal = vllm_compat.refusal(vllm_config, kv_cache_config, extra.socket)
         if refusal and role is KVConnectorRole.SCHEDULER:
             return  # the worker's half says why
         incarnation = vllm_compat.incarnation(vllm_config)
         identity = fingerprint(vllm_config, kv_cache_config, extra.fingerprint)
         block_size = 0 if refusal else vllm_compat.block_size(kv_cache_config)
+        rank, ranks = vllm_compat.group(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
-            client = MatchClient(
-                extra.socket,
-                engine=extra.engine,
-                incarnation=incarnation,
-                fingerprint=identity,
-                block_size=block_size,
-                options=options,
-            )
+            clients = [
+                MatchClient(
+                    extra.socket_of(each),
+                    engine=extra.engine,
+                    incarnation=incarnation,
+                    fingerprint=identity,
+                    block_size=block_size,
+                    rank=each,
+                    ranks=ranks,
+                    options=options,
+                )
+                for each in range(ranks)
+            ]
+            client = MatchGroup(clients, block_size, options)
             self._block_size = block_size
             self._scheduler = SchedulerHalf(client, block_size, options, _flush(incarnation))
             self._resumer = OutputResumer(*vllm_compat.limits(vllm_config))
@@ -113,7 +122,7 @@ class SegueConnector(KVConnectorBase_V1):
         exact, detail = _self_test(vllm_config)
         self._handshake = SegueHandshake(exact)
         exporter = Exporter(
-            extra.socket,
+            extra.socket_of(rank),
             engine=extra.engine,
             model=vllm_compat.model_name(vllm_config),
             fingerprint=identity,
@@ -121,10 +130,12 @@ class SegueConnector(KVConnectorBase_V1):
             defaults=vllm_compat.generation_defaults(vllm_config),
             exact=exact,
             exact_detail=detail,
+            rank=rank,
+            ranks=ranks,
             options=options,
         )
         num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-        self._worker = WorkerHalf(exporter, refusal, num_blocks, block_size)
+        self._worker = WorkerHalf(exporter, refusal, num_blocks, block_size, ranks)
         self._incarnation = incarnation
         IN_PROCESS[incarnation] = self._worker.flush
 
@@ -155,6 +166,7 @@ class SegueConnector(KVConnectorBase_V1):
         """Runs first in every step: the place to say what the step overwrites, and who enters it how."""
         if isinstance(kv_connector_metadata, SegueMetadata):
             # Even if all else is broken: the scheduler counts on it.
+            vllm_worker_state.STATE.load_failed(kv_connector_metadata.failed_blocks)
             vllm_worker_state.STATE.begin(kv_connector_metadata.starting)
             self._begin(kv_connector_metadata)
 
@@ -200,9 +212,13 @@ class SegueConnector(KVConnectorBase_V1):
 
     # -- scheduler ----------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """vLLM's own refuses to start an engine of several pipeline stages."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
     @contained(nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """What the workers can continue."""
+        """What the workers can continue, all of them."""
         if self._resumer is not None:
             workers = [
                 set(worker.exact) if isinstance(worker, SegueHandshake) else set()
@@ -247,6 +263,8 @@ class SegueConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SegueMetadata:
         metadata = self._plan_step(scheduler_output)
         unloaded, self._unloaded = self._unloaded, set()
+        failed, self._failed = self._failed, ()
+        metadata.failed_blocks = failed
         if metadata.broken:
             metadata.void_blocks = tuple(unloaded)
         if self._resumer is not None:
@@ -260,8 +278,12 @@ class SegueConnector(KVConnectorBase_V1):
         plan, loads = self._scheduler.build(scheduler_output)
         return SegueMetadata(plan, loads)
 
-    @contained(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._failed = tuple(connector_output.invalid_block_ids or ())
+        self._take_results(connector_output)
+
+    @contained(nothing)
+    def _take_results(self, connector_output: KVConnectorOutput) -> None:
         results = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(results, SegueWorkerMetadata):
             self._scheduler.worker_done(results.results)

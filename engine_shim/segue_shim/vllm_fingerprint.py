@@ -1,8 +1,8 @@
 """Sixteen bytes that are equal for two vLLM engines exactly if their KV bytes may be exchanged.
 
-Both halves of the connector compute it, from the configuration alone; the geometry's digest is the
-daemon's to add. Anything that is not understood goes in as text: the worst case is that two engines
-that could have helped each other do not.
+Both halves of the connector compute it, from the configuration alone, and all ranks come to the same: the
+rank and the geometry's digest are the daemon's to add. Anything that is not understood goes in as text: the
+worst case is that two engines that could have helped each other do not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, extra: 
         "cache_dtype": str(cache.cache_dtype),
         "groups": [repr(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
         "layers": [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
-        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.rank],
+        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "host": _host(vllm_config),
         "extra": extra,

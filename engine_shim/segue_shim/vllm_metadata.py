@@ -22,6 +22,8 @@ class SegueMetadata(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     void_blocks: tuple[int, ...] = ()
     """Blocks that vLLM expects to be loaded although nobody will: they must be computed."""
+    failed_blocks: tuple[int, ...] = ()
+    """Blocks that some rank could not load in the step before: it was in vain for all ranks."""
     starting: dict[str, bytes] = field(default_factory=dict)
     """Requests that start in this step with output they already have: its ids, as packed u32."""
     broken: bool = False
@@ -39,7 +41,7 @@ class SegueWorkerMetadata(KVConnectorWorkerMetadata):
     results: tuple[LoadResult, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Results of several workers, one after another."""
+        """Results of all ranks, one after another: each releases its own lease."""
         assert isinstance(other, SegueWorkerMetadata)
         return SegueWorkerMetadata(self.results + other.results)
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from segue_core.clock import Clock, MonotonicClock
 from segue_core.messages.journal import SequenceBegin, SequenceUpdate
-from segue_core.messages.local import Matched
+from segue_core.messages.request import Replication
 from segue_shim import vllm_compat
-from segue_shim.match_client import MatchClient
+from segue_shim.match_group import GroupMatch, MatchGroup
 from segue_shim.options import ExporterOptions
-from segue_shim.plan import Load, LoadResult, StepPlan, pack_u32, unpack_u64
+from segue_shim.plan import Load, LoadResult, StepPlan, pack_u32
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Tracked:
     """A live request. `seq` is empty if it is not protected; `sent` ids and `computed` tokens (once the
-    steps so far are complete) have been told to the worker; `blocks` is its block table. `match` is the
-    answer of the daemon with incarnation `daemon`, given when `local` tokens were in the prefix cache;
-    `external` tokens of it are being loaded in the step that is put together."""
+    steps so far are complete) have been told to the worker; `blocks` is its block table. `match` is what the
+    daemons answered when `local` tokens were in the prefix cache; `external` tokens of it are being loaded in
+    the step that is put together."""
 
     request: Request
     seq: str = ""
     epoch: int = 0
     salt: bytes = b""
+    replication: Replication = "normal"
     resume: bool = False
     sent: int = 0
     computed: int = 0
     blocks: array[int] = field(default_factory=lambda: array("I"))
     asked: bool = False
-    match: Matched | None = None
-    daemon: int = 0
+    match: GroupMatch | None = None
     local: int = 0
     external: int = 0
 
@@ -53,7 +53,7 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        client: MatchClient,
+        client: MatchGroup,
         block_size: int,
         options: ExporterOptions,
         flush: Callable[[StepPlan], bool] = lambda plan: False,
@@ -85,6 +85,7 @@ class SchedulerHalf:
         tracked.seq = params.seq
         tracked.epoch = params.epoch
         tracked.resume = params.resume
+        tracked.replication = params.replication
         tracked.salt = vllm_compat.salt(request)
         self._owners[params.seq] = tracked
 
@@ -115,7 +116,6 @@ class SchedulerHalf:
                 computed=computed,
                 limit=limit,
             )
-            tracked.daemon = self._client.daemon
         tracked.local = computed
         return max(0, tracked.match.tokens - computed) if tracked.match is not None else 0
 
@@ -131,16 +131,12 @@ class SchedulerHalf:
         match, tracked.match = tracked.match, None
         first = tracked.local // self._block_size
         last = -(-(tracked.local + external) // self._block_size)
-        extents = unpack_u64(match.extents)
         tracked.external = external
         self._loads.append(
             Load(
-                daemon=tracked.daemon,
-                lease=match.lease,
-                deadline_ns=match.deadline_ns,
                 tokens=external,
                 block_ids=tuple(vllm_compat.first_blocks(blocks)[first:last]),
-                extents=tuple(extents[first - match.first_block : last - match.first_block]),
+                sources=match.blocks(first, last),
             )
         )
 
@@ -188,10 +184,9 @@ class SchedulerHalf:
         return plan, loads
 
     def worker_done(self, results: tuple[LoadResult, ...]) -> None:
-        """Loads were carried out, or failed: the leases are over."""
+        """Loads were carried out, or failed, at each rank: the leases are over."""
         for result in results:
-            if result.daemon == self._client.daemon:
-                self._client.release(result.lease, result.loaded)
+            self._client.release(result.daemon, result.lease, result.loaded)
 
     def finished(self, request_id: str) -> None:
         """The request is over, in whatever way."""
@@ -246,6 +241,7 @@ class SchedulerHalf:
             token_ids=pack_u32(tokens),
             block_ids=pack_u32(tracked.blocks),
             computed=full_blocks * self._block_size,
+            replication=tracked.replication,
         )
 
     def _continue(self, tracked: Tracked, blocks: list[int], updated: list[SequenceUpdate]) -> None:
@@ -280,5 +276,5 @@ class SchedulerHalf:
 
     def _drop_match(self, tracked: Tracked) -> None:
         match, tracked.match = tracked.match, None
-        if match is not None and tracked.daemon == self._client.daemon:
-            self._client.release(match.lease, 0)
+        if match is not None:
+            self._client.drop(match)

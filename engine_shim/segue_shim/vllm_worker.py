@@ -24,12 +24,15 @@ IN_PROCESS: dict[int, Callable[[StepPlan], None]] = {}
 class WorkerHalf:
     """Called by `vllm_connector` only; see vLLM's connector base for when."""
 
-    def __init__(self, exporter: Exporter, refusal: str, num_blocks: int, block_size: int) -> None:
-        """`refusal`: why this engine cannot be protected, or empty."""
+    def __init__(
+        self, exporter: Exporter, refusal: str, num_blocks: int, block_size: int, ranks: int = 1
+    ) -> None:
+        """`refusal`: why this engine cannot be protected, or empty. `ranks`: the workers of the engine."""
         self._exporter = exporter
         self._refusal = refusal
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._alone = ranks == 1
         self._metadata = SegueMetadata()
         self._results: list[LoadResult] = []
         self._failed: set[int] = set()
@@ -68,7 +71,10 @@ class WorkerHalf:
         """After the forward pass; a second call in one step changes nothing."""
         if not self._loaded:
             self._failed |= self._metadata.awaited_blocks()
-        self._exporter.commit(tuple(self._failed))
+        # If another rank fails to load them, what was computed here from its part is void, too: the next
+        # step's plan says so, or counts it.
+        unsure = set() if self._alone else self._metadata.awaited_blocks()
+        self._exporter.commit(tuple(self._failed), tuple(unsure))
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that must be computed after all; told once."""

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 
 import aiohttp
 import msgspec
@@ -19,15 +18,20 @@ from aiohttp import web
 
 import segue_core
 from segue_core.messages.status import RouterStatus
+from segue_core.security import Tokens
 from segue_core.service import (
     Handler,
     error_response,
+    guarded,
     json_response,
     start_http,
     until_signalled,
+    warn_unprotected,
 )
+from segue_router.access import Access, load_access
 from segue_router.client import read_body
 from segue_router.context import Context
+from segue_router.conversations import Conversations
 from segue_router.daemons import settle
 from segue_router.drain import Drains
 from segue_router.engine import Engine
@@ -50,22 +54,22 @@ LAST_WORDS_S = 2.0
 """How long answers that are cut off at shutdown may take to say so."""
 
 
-def make_app(context: Context, drains: Drains) -> web.Application:
-    """The routes around `context`."""
+def make_app(context: Context, drains: Drains, tokens: Tokens) -> web.Application:
+    """The routes around `context`. With `tokens` the router's own endpoints need one, but for health."""
     app = web.Application(middlewares=[_errors], client_max_size=0)
     app[CONTEXT] = context
     app[DRAINS] = drains
     for path in PATHS:
         app.router.add_post(path, _generate)
     app.router.add_get("/v1/models", _models)
-    app.router.add_get("/v1/segue/requests/{seq}", _story)
+    app.router.add_get("/v1/segue/requests/{seq}", guarded(_story, tokens))
     app.router.add_get("/livez", _live)
     app.router.add_get("/readyz", _ready)
     app.router.add_get("/health", _ready)
-    app.router.add_get("/status", _status)
-    app.router.add_get("/metrics", _metrics)
-    app.router.add_post("/drain", _drain)
-    app.router.add_post("/undrain", _undrain)
+    app.router.add_get("/status", guarded(_status, tokens))
+    app.router.add_get("/metrics", guarded(_metrics, tokens))
+    app.router.add_post("/drain", guarded(_drain, tokens))
+    app.router.add_post("/undrain", guarded(_undrain, tokens))
     app.router.add_route("*", "/{path:.*}", _pass)
     return app
 
@@ -222,8 +226,12 @@ async def _named_engine(http: web.Request) -> Engine | web.Response:
 
 
 @asynccontextmanager
-async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Context, int]]:
-    """A router that listens; yields its context and port. Raises StartupError if it cannot."""
+async def running_router(
+    settings: RouterSettings, access: Access | None = None
+) -> AsyncIterator[tuple[Context, int]]:
+    """A router that listens; yields its context and port. Raises StartupError if it cannot, ConfigError if
+    `settings.security` is not right (`access`: what it says, if it was read already)."""
+    access = access or load_access(settings)
     # A connection per generation: closing it is what makes an engine abort, and a connection kept alive
     # could be one that the engine has just closed.
     data = aiohttp.ClientSession(
@@ -232,18 +240,27 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
         skip_auto_headers=("User-Agent", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
-    # Each daemon's watch keeps a connection for good: no limit, or many of them would lock the probes out.
     control = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
     )
-    registry = Registry(settings, control)
-    context = Context(settings, registry, data, control, Metrics(), Stories(settings.limits.max_stories))
+    daemons = access.session()
+    registry = Registry(settings, control, daemons)
+    limits = settings.limits
+    context = Context(
+        settings,
+        registry,
+        data,
+        control,
+        Metrics(),
+        Stories(limits.max_stories),
+        Conversations(limits.max_conversations),
+    )
     drains = Drains(context)
     runner: web.AppRunner | None = None
     try:
         # handler_cancellation: a client that leaves stops what runs for it, also while nothing is written.
         runner, port = await start_http(
-            make_app(context, drains),
+            make_app(context, drains, access.tokens),
             settings.listen.host,
             settings.listen.port,
             what="listen",
@@ -261,6 +278,7 @@ async def running_router(settings: RouterSettings) -> AsyncIterator[tuple[Contex
         await settle(context.background)
         await data.close()
         await control.close()
+        await daemons.close()
 
 
 async def _wind_down(context: Context, runner: web.AppRunner) -> None:
@@ -287,21 +305,12 @@ async def _until_idle(context: Context, seconds: float) -> None:
         return
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this host can connect to `host`."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def serve(settings: RouterSettings) -> None:
+async def serve(settings: RouterSettings, access: Access) -> None:
     """Run until SIGTERM or SIGINT."""
-    if not is_loopback(settings.listen.host):
-        log.warning(
-            "listening beyond this host, without encryption or authentication", host=settings.listen.host
-        )
-    async with running_router(settings) as (_, port):
+    warn_unprotected(access.openings)
+    for url in access.in_clear:
+        log.warning("the token crosses the network in plain text", daemon=url, hint="its http: {tls: true}")
+    async with running_router(settings, access) as (_, port):
         signalled = asyncio.create_task(until_signalled())
         await asyncio.sleep(0)  # a signal is heard before anybody is told that the router listens
         print(f"segue-router: listening on http://{settings.listen.host}:{port}", flush=True)  # noqa: T201

@@ -1,7 +1,7 @@
 """Which engine: pure functions that rank candidates. Filters of availability come before affinity.
 
-No I/O and no memory: affinity is rendezvous hashing, so there is no table that grows, and when an engine
-leaves only its own sessions move.
+No I/O and no memory: affinity is rendezvous hashing, so when an engine leaves only its own sessions move.
+Where a conversation was last is remembered elsewhere (`conversations`) and comes in with the candidates.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class Candidate:
     fingerprint: str = ""
     watermark: int = 0
     replica_bytes: int = 0
+    wrote: bool = False
+    """It wrote the last turn of the conversation in its present life: its own prefix cache has that."""
 
 
 def rank_new(candidates: Sequence[Candidate], key: str) -> list[str]:
     """Best first, for a request that starts. `key`: what it should stay together with; empty: nothing."""
-    available = _most_available(candidates)
-    if not available:
-        return []
-    least = min(candidate.active for candidate in available)
-    ceiling = least * OVERLOAD_FACTOR + OVERLOAD_SLACK
+    available = most_available(candidates)
+    ceiling = _ceiling(available)
 
     def order(candidate: Candidate) -> tuple[bool, int, int]:
         overloaded = candidate.active > ceiling
@@ -53,23 +52,59 @@ def rank_new(candidates: Sequence[Candidate], key: str) -> list[str]:
     return [candidate.name for candidate in sorted(available, key=order)]
 
 
+def home_of(names: Sequence[str], key: str) -> str:
+    """The engine of `key` when all are well and idle; empty without engines."""
+    return max(names, key=lambda name: _score(key, name), default="")
+
+
+def at_writer(candidates: Sequence[Candidate], key: str) -> str | None:
+    """The engine that has the conversation in its own cache, if nothing that daemons could say matters: it is
+    its home and not overloaded, or nobody has less to do."""
+    available = most_available(candidates)
+    home, least = rank_new(available, key)[:1], min((each.active for each in available), default=0)
+    return next((c.name for c in available if c.wrote and (c.active <= least or c.name in home)), None)
+
+
+def rank_for_turn(candidates: Sequence[Candidate], key: str, *, tokens: int, fingerprint: str) -> list[str]:
+    """Best first, for the next turn of a conversation of `tokens` tokens: what is cheapest among those that
+    are not overloaded; where nothing decides, as `rank_new`. `fingerprint`: of its KV."""
+    available = most_available(candidates)
+    ceiling = _ceiling(available)
+
+    def order(candidate: Candidate) -> tuple[bool, float, int, int]:
+        overloaded = candidate.active > ceiling
+        cost = candidate.active if overloaded else _cost(candidate, tokens, fingerprint)
+        return overloaded, cost, candidate.active, -_score(key, candidate.name)
+
+    return [candidate.name for candidate in sorted(available, key=order)]
+
+
 def rank_for_resume(candidates: Sequence[Candidate], *, tokens: int, fingerprint: str) -> list[str]:
     """Cheapest to the next token first. `tokens`: whose KV is needed; `fingerprint`: of the failed engine."""
 
-    def cost(candidate: Candidate) -> tuple[float, int, str]:
-        loadable = bool(fingerprint) and candidate.fingerprint == fingerprint
-        held = min(candidate.watermark, tokens) if loadable else 0
-        load = candidate.replica_bytes / LOAD_BYTES_PER_TOKEN if held else 0.0
-        return (
-            min(tokens, tokens - held + load) + QUEUE_TOKENS * candidate.active,
-            candidate.active,
-            candidate.name,
-        )
+    def order(candidate: Candidate) -> tuple[float, int, str]:
+        return _cost(candidate, tokens, fingerprint), candidate.active, candidate.name
 
-    return [candidate.name for candidate in sorted(_most_available(candidates), key=cost)]
+    return [candidate.name for candidate in sorted(most_available(candidates), key=order)]
 
 
-def _most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _cost(candidate: Candidate, tokens: int, fingerprint: str) -> float:
+    """To the next token there, in tokens that are computed: what is not held, loading the rest, the queue."""
+    queue = QUEUE_TOKENS * candidate.active
+    if candidate.wrote:
+        return queue
+    loadable = bool(fingerprint) and candidate.fingerprint == fingerprint
+    held = min(candidate.watermark, tokens) if loadable else 0
+    load = candidate.replica_bytes / LOAD_BYTES_PER_TOKEN if held else 0.0
+    return min(tokens, tokens - held + load) + queue
+
+
+def _ceiling(candidates: Sequence[Candidate]) -> int:
+    """Whoever has more requests than this is overloaded."""
+    return min((each.active for each in candidates), default=0) * OVERLOAD_FACTOR + OVERLOAD_SLACK
+
+
+def most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those in the best state there is. All down is suspicious of the observer: then all are tried."""
     for state in ("up", "suspect", "down"):
         found = [candidate for candidate in candidates if candidate.state == state]
@@ -111,6 +146,8 @@ def _prompt_start(body: dict[str, Any], chars: int) -> str:
             content = message.get("content")
             text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
             start += f"{message.get('role')}:{text}\n"
+            if message.get("role") == "user":
+                break  # what follows is not there yet in the first turn
         if len(start) >= chars:
             break
     return start[:chars]

@@ -14,6 +14,7 @@ from segue_core.errors import ConfigError
 from segue_core.logs import configure_logging
 from segue_core.service import run_service
 from segue_core.settings import load_settings
+from segue_router.access import load_access
 from segue_router.app import serve
 from segue_router.settings import RouterSettings
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = load_settings(arguments.config, RouterSettings, prefix=ENVIRONMENT_PREFIX)
+        access = load_access(settings)
     except ConfigError as error:
         print(f"segue-router: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.log_level:
         settings = msgspec.structs.replace(settings, log_level=arguments.log_level)
     configure_logging(settings.log_level, settings.log_format)
-    return run_service(lambda: serve(settings))
+    return run_service(lambda: serve(settings, access))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Invariant: a stream that broke never ends with `[DONE]`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -30,12 +30,19 @@ HOP_BY_HOP = frozenset(
         "accept-encoding",
         "expect",
         "x-segue-failover",
+        "x-segue-replication",
     }
 )
 """Request headers that are not the engine's business."""
 ANSWER_HEADERS = frozenset({"content-type", "retry-after", "www-authenticate", "x-request-id", "allow"})
 """Headers of an engine's answer that are passed on."""
 SEQ_HEADER = "x-segue-seq"
+WAITING_S = 5.0
+"""How often a client that has part of its answer is told that the rest is waited for: whoever is in between
+would take a long silence for the end."""
+WAITING = b": waiting\n\n"
+"""A comment: clients of event streams pass over it."""
+T = TypeVar("T")
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -65,6 +72,8 @@ async def read_body(http: web.Request, limit: int, timeout_ms: int) -> bytes:
         raise ClientError(
             408, f"the body took longer than {timeout_ms} ms", code="request_timeout"
         ) from error
+    except web.RequestPayloadError as error:
+        raise ClientError(400, f"the body cannot be read: {error}", code="invalid_body") from error
     return bytes(body)
 
 
@@ -115,6 +124,18 @@ class ClientStream:
             )
             await self.response.prepare(self._http)
         await self.response.write(data)
+
+    async def while_waiting(self, wait: Coroutine[Any, Any, T]) -> T:
+        """The result of `wait`. Meanwhile a stream that has begun gets a comment now and then; before that
+        nothing, so that an HTTP status can still tell how it ends. Raises as `write` and `wait` do."""
+        task = asyncio.create_task(wait)
+        try:
+            while not (await asyncio.wait({task}, timeout=WAITING_S))[0]:
+                if self.started:
+                    await self.write(WAITING)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def end(self) -> web.StreamResponse:
         """Nothing more comes."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import aiohttp
 
+from segue_router.conversations import Conversations
 from segue_router.engine import Engine
 from segue_router.engines import Registry
 from segue_router.errors import ClientError
@@ -39,7 +40,7 @@ class Running(Protocol):
 
 @dataclass
 class Context:
-    """One router. `data`: connections to engines, `control`: to daemons and for probes."""
+    """One router. `data`: connections to engines, `control`: for probes of engines."""
 
     settings: RouterSettings
     registry: Registry
@@ -47,6 +48,7 @@ class Context:
     control: aiohttp.ClientSession
     metrics: Metrics
     stories: Stories
+    conversations: Conversations
     running: set[Running] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     background: set[asyncio.Task[bool]] = field(default_factory=set)

@@ -13,8 +13,9 @@ import aiohttp
 import msgspec
 
 from segue_core.messages.status import Exact, RouterEngine
-from segue_router.daemons import DaemonClient
+from segue_router.daemons import DaemonClient, HttpDaemon
 from segue_router.engine_client import Cards, EngineClient
+from segue_router.group_client import GroupClient
 from segue_router.health import EngineHealth
 from segue_router.settings import EngineSettings
 from segue_router.upstream import Attempt
@@ -55,12 +56,18 @@ class Attempts(set[Attempt]):
 class Engine:
     """One engine and its daemon. `draining`: it is being emptied, and gets nothing new."""
 
-    def __init__(self, settings: EngineSettings, control: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        control: aiohttp.ClientSession,
+        daemons: aiohttp.ClientSession | None = None,
+    ) -> None:
+        """`control` is for the engine, `daemons` for its daemon (None: the same)."""
         self.settings = settings
         self.name = settings.name
         self.url = settings.url.rstrip("/")
         self.health = EngineHealth()
-        self.daemon = DaemonClient(control, settings.daemon) if settings.daemon else None
+        self.daemon = _daemon(daemons or control, settings.daemon_urls)
         key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
         self.client = EngineClient(control, self.url, key)
         self.models: Cards = {}
@@ -117,6 +124,11 @@ class Engine:
         return frozenset(status.exact) if status and not self.health.outlived else frozenset()
 
     @property
+    def exact_again(self) -> frozenset[Exact]:
+        """What it can, or can again once its daemon, which was started anew, knows it."""
+        return frozenset() if self.health.outlived else frozenset(self.health.abilities)
+
+    @property
     def fingerprint(self) -> str:
         """What its KV bytes can be exchanged with; empty: unknown."""
         status = self.health.last_status
@@ -135,9 +147,15 @@ class Engine:
             model=", ".join(self.model_names()),
             state=self.health.state,
             active=len(self.attempts),
-            daemon=self.settings.daemon or "",
+            daemon=", ".join(self.settings.daemon_urls),
             daemon_state=self.health.daemon_state,
             failures=self.health.failures,
             detail=self.health.detail,
             draining=self.draining,
         )
+
+
+def _daemon(control: aiohttp.ClientSession, urls: tuple[str, ...]) -> DaemonClient | None:
+    """The daemon at `urls`, or the daemons of the ranks as one; None: there is none."""
+    daemons = [HttpDaemon(control, url, rank, len(urls)) for rank, url in enumerate(urls)]
+    return GroupClient(daemons) if len(daemons) > 1 else next(iter(daemons), None)

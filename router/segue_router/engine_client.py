@@ -52,12 +52,12 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def healthy(self, timeout_ms: int) -> bool:
-        """Whether its `/health` is good right now."""
+        """Whether its `/health` is good right now. Asked by many streams at once when an engine fails: their
+        connections are not kept, for the probes would use them in turn and none would ever be idle."""
         timeout = aiohttp.ClientTimeout(total=timeout_ms / 1000)
+        headers = {**self._headers, "Connection": "close"}
         try:
-            async with self._session.get(
-                f"{self._url}/health", headers=self._headers, timeout=timeout
-            ) as response:
+            async with self._session.get(f"{self._url}/health", headers=headers, timeout=timeout) as response:
                 return response.status == 200
         except REACH:
             return False
@@ -72,7 +72,7 @@ class EngineClient:
                 ) as response:
                     if response.status != 200:
                         return Look(self._not_ok(path, response.status))
-                    raw = await _at_most(response, MAX_ANSWER_BYTES)
+                    raw = await at_most(response, MAX_ANSWER_BYTES)
         except aiohttp.ClientConnectorError as error:
             refused = is_refusal(error)
             return Look(f"cannot connect: {error}", refused=refused, silent=not refused)
@@ -106,7 +106,7 @@ class EngineClient:
             ) as response:
                 if response.status != 200:
                     return None
-                raw = await _at_most(response, MAX_ANSWER_BYTES)
+                raw = await at_most(response, MAX_ANSWER_BYTES)
             found = msgspec.json.decode(raw, type=_Text)
         except (*REACH, *UNREADABLE):
             return None
@@ -117,7 +117,7 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-async def _at_most(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def at_most(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """The body, cut at `limit` bytes (and then not JSON any more)."""
     body = bytearray()
     async for chunk in response.content.iter_any():

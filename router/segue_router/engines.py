@@ -42,10 +42,12 @@ class Registry:
         self,
         settings: RouterSettings,
         control: aiohttp.ClientSession,
+        daemons: aiohttp.ClientSession | None = None,
         *,
         clock_ms: Callable[[], float] = now_ms,
     ) -> None:
-        self.engines = [Engine(each, control) for each in settings.engines]
+        """`control` is for engines, `daemons` for their daemons (None: the same)."""
+        self.engines = [Engine(each, control, daemons) for each in settings.engines]
         self._by_name = {engine.name: engine for engine in self.engines}
         self._timeouts: TimeoutSettings = settings.timeouts
         self._clock_ms = clock_ms

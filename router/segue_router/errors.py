@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -74,7 +75,9 @@ def fault_in(body: dict[str, Any]) -> EngineFault | None:
     message = fields.get("message")
     code = fields.get("code")
     text = message if isinstance(message, str) else str(error)
-    number = int(code) if isinstance(code, int) or (isinstance(code, str) and code.isdigit()) else 0
+    number = code if isinstance(code, int) else 0
+    if isinstance(code, str) and re.fullmatch("[0-9]{1,9}", code):
+        number = int(code)
     return EngineFault(text[:2000], number, body)
 
 

@@ -59,6 +59,7 @@ def quick_chat(payload: bytes) -> tuple[int, str, list[int]] | None:
     """(index, text, ids) of an event of one choice that has plain text with ids and nothing else."""
     try:
         (choice,) = _chat.decode(payload).choices
+        _ = payload.isascii() or payload.decode()  # fields that are passed over were not looked at
     except UNREADABLE:
         return None
     return choice.index, choice.delta.content, choice.token_ids
@@ -68,6 +69,7 @@ def quick_text(payload: bytes) -> tuple[int, str, list[int]] | None:
     """The same for /v1/completions."""
     try:
         (choice,) = _text.decode(payload).choices
+        _ = payload.isascii() or payload.decode()  # fields that are passed over were not looked at
     except UNREADABLE:
         return None
     return choice.index, choice.text, choice.token_ids

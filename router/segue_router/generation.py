@@ -25,7 +25,7 @@ from segue_router.context import Context
 from segue_router.engine import Engine
 from segue_router.errors import Cause, ClientError, UpstreamFailure
 from segue_router.exchange import Busy, EngineAnswer, Exchange, Rejected
-from segue_router.request import GenerationRequest
+from segue_router.request import GenerationRequest, replication_of
 from segue_router.resume import (
     ByIds,
     Exact,
@@ -41,10 +41,12 @@ from segue_router.resume import (
 )
 from segue_router.takeover import Takeover
 from segue_router.transcript import How, Transcript
+from segue_router.turn import Turn
 from segue_router.upstream import now_ms
 
 log = structlog.get_logger()
 FAILOVER_HEADER = "x-segue-failover"
+REPLICATION_HEADER = "x-segue-replication"
 UNCOUNTED: frozenset[Cause] = frozenset({"connect", "drained"})
 """No move of an answer away from a failure: the engine never had the request, or is emptied on purpose."""
 
@@ -62,7 +64,9 @@ class Generation:
         self._track = Transcript(request, limits.max_transcript_tokens)
         affinity = context.settings.affinity
         key = affinity_key(request, http.headers.get(affinity.header), affinity.prefix_chars)
-        self._takeover = Takeover(context, self._seq, request.model, key)
+        self._turn = Turn(context, request, key)
+        replication = replication_of(http.headers.get(REPLICATION_HEADER))
+        self._takeover = Takeover(context, self._seq, request.model, self._turn, replication)
         self._chronicle = Chronicle(context.stories, context.metrics, self._seq, request.path)
         self._headers = request_headers(http.headers)
         self._headers["Content-Type"] = "application/json"
@@ -131,15 +135,18 @@ class Generation:
         finally:
             self._exchange.let_go()
             context.end(self)
+            tokens = len(self._track.prompt_ids or ()) + self._track.delivered_tokens
+            self._turn.over(self._seq, tokens)
             chronicle.is_at(len(self._track.prompt_ids or ()), self._track.delivered_tokens)
             chronicle.close()
 
     async def _serve(self) -> web.StreamResponse:
-        engine = self._takeover.first()
+        engine = await self._takeover.first()
         if engine is None:
             return await self._no_engine()
         plan: Move = self._from_the_start(engine)
         while True:
+            self._turn.at(engine)
             try:
                 whole = await self._exchange.run(engine, plan)
                 return await self._complete() if whole is None else whole
@@ -165,7 +172,7 @@ class Generation:
         request = self._request.seeded(secrets.randbits(31) if self._seeds(engine) else None)
         self._request = request
         takeover = self._takeover
-        params = takeover.params(engine, resume=takeover.epoch > 1)
+        params = takeover.params(engine)
         return Restart(request.path, request.engine_body(params, takeover.target(engine).model))
 
     def _seeds(self, engine: Engine) -> bool:
@@ -216,12 +223,17 @@ class Generation:
         if not busy:
             takeover.next_epoch(engine)
         begun = progress.client_has or failure.cause == "drained" or counted or self._moves > 0
-        patience_ms = self._patience_left() if begun and progress.finish_reason is None else 0
-        following = await takeover.next(progress, patience_ms=patience_ms, begun=begun)
-        if following is None:
-            return await self._nobody(failure, begun=begun)
+        while True:
+            patience_ms = self._patience_left() if begun and progress.finish_reason is None else 0
+            following = await self._client.while_waiting(
+                takeover.next(progress, patience_ms=patience_ms, begun=begun)
+            )
+            if following is None:
+                return await self._nobody(failure, begun=begun)
+            plan = await self._plan(following, progress)
+            if not (isinstance(plan, Refuse) and needed and patience_ms):
+                break  # else its daemon was started again in between, and does not know its engine yet
         self._moves += counted
-        plan = await self._plan(following, progress)
         exchange.let_go()
         if not busy:
             takeover.fence(engine, progress)
@@ -278,7 +290,7 @@ class Generation:
             _, count = await asyncio.gather(takeover.promote(following, progress), give_back)
         else:
             count = await give_back
-        params = takeover.params(following, resume=takeover.epoch > 1)
+        params = takeover.params(following)
         plan = how_to_resume(self._request, progress, takeover.target(following, give_back=count), params)
         return self._from_the_start(following) if isinstance(plan, Restart) else plan
 

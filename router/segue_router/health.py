@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from segue_core.messages.status import EngineStatus
+from segue_core.messages.status import EngineStatus, Exact
 
 State = Literal["up", "suspect", "down"]
 DAEMON_SILENCE_MS = 1_000
@@ -43,6 +43,9 @@ class EngineHealth:
         self._dead_ms = float("-inf")
         self.outlived = False
         """An engine serves there of which the daemon, that knows a dead one only, does not know."""
+        self.abilities: tuple[Exact, ...] = ()
+        """What the engine continued exactly when its daemon last knew one: a daemon that was started again
+        knows none until the engine has registered anew."""
 
     def daemon(self, now_ms: float) -> EngineStatus | None:
         """What the daemon says, if it was heard lately and watches the engine at all."""
@@ -127,6 +130,8 @@ class EngineHealth:
         before = self._daemon
         self._daemon, self._daemon_ms = status, now_ms
         ended = before is not None and before.state in ("running", "stalled")
+        if status.state != "absent":
+            self.abilities = status.exact
         if status.state == "dead":
             if before is None or (before.state, before.incarnation) != ("dead", status.incarnation):
                 self._dead_ms, self.outlived = now_ms, False

@@ -8,11 +8,11 @@ client's body is never changed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from segue_core.messages.request import PARAMS_KEY, SegueParams
+from segue_core.messages.request import PARAMS_KEY, Replication, SegueParams
 from segue_core.messages.status import Exact
 from segue_router.errors import ClientError
 from segue_router.obstacles import (
@@ -112,6 +112,20 @@ def with_params(body: dict[str, Any], params: SegueParams | None, model: str = "
     elif isinstance(own, dict) and PARAMS_KEY in own:
         body["kv_transfer_params"] = kept
     return body
+
+
+def replication_of(header: str | None) -> Replication:
+    """How the client wants the KV of its request replicated. Raises ClientError (400)."""
+    word = (header or "normal").strip().lower()
+    for known in get_args(Replication):
+        if word == known:
+            return cast(Replication, known)
+    known_words = ", ".join(get_args(Replication))
+    raise ClientError(
+        400,
+        f"`x-segue-replication` is {word[:32]!r}: expected one of {known_words}",
+        code="invalid_replication",
+    )
 
 
 def parse_request(path: str, raw: bytes) -> GenerationRequest:

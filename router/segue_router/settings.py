@@ -12,6 +12,8 @@ import msgspec
 
 from segue_core.errors import ConfigError
 from segue_core.logs import LogFormat, LogLevel
+from segue_core.messages.status import MAX_RANKS
+from segue_core.security import SecuritySettings
 from segue_core.settings import Settings, check_unique
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -21,7 +23,7 @@ Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^/\s?#]+(/[^\s?#]*)?$", m
 
 
 class ListenSettings(Settings, frozen=True):
-    """Where clients connect. Loopback until it is secured."""
+    """Where clients connect. Beyond loopback `/drain`, `/status` and the like need a token."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -51,6 +53,8 @@ class EngineSettings(Settings, frozen=True):
     """The model it serves. Empty: learnt from its `/v1/models`."""
     daemon: Url | None = None
     """The HTTP address of the segue-daemon beside it. None: it can still be failed over to (replay)."""
+    daemons: Annotated[tuple[Url, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    """Instead, for an engine of several ranks: those of the daemons of all ranks, in rank order."""
     api_key_env: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_0-9]*$", max_length=128)] = ""
     """Environment variable with the key that it wants of the router's probes (vLLM's `--api-key`)."""
     generation_defaults: GenerationDefaults = GenerationDefaults()
@@ -60,6 +64,19 @@ class EngineSettings(Settings, frozen=True):
         _check_url(self.url, "engines[].url")
         if self.daemon is not None:
             _check_url(self.daemon, "engines[].daemon")
+        for url in self.daemons:
+            _check_url(url, "engines[].daemons")
+        if self.daemon is not None and self.daemons:
+            raise ConfigError(
+                f"engine {self.name!r} has `daemon` and `daemons`",
+                hint="`daemon` for an engine of one rank, `daemons` for one of several: one URL a rank",
+            )
+        check_unique([url.rstrip("/") for url in self.daemons], "engines[].daemons")
+
+    @property
+    def daemon_urls(self) -> tuple[str, ...]:
+        """The daemons of its ranks, in rank order; empty: it has none."""
+        return self.daemons or ((self.daemon,) if self.daemon is not None else ())
 
 
 class TimeoutSettings(Settings, frozen=True):
@@ -129,6 +146,8 @@ class LimitSettings(Settings, frozen=True):
     """Prompt and answer ids kept for one request; a longer one runs on but cannot be resumed."""
     max_stories: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1_024
     """Finished requests whose story `/v1/segue/requests/{seq}` can tell."""
+    max_conversations: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)] = 16_384
+    """Conversations of which the router remembers where they were last; half a kilobyte each."""
 
 
 class AffinitySettings(Settings, frozen=True):
@@ -153,6 +172,7 @@ class RouterSettings(Settings, frozen=True):
     drain: DrainSettings = DrainSettings()
     limits: LimitSettings = LimitSettings()
     affinity: AffinitySettings = AffinitySettings()
+    security: SecuritySettings = SecuritySettings()
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

@@ -12,15 +12,17 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from segue_core.messages.request import SegueParams, choice_seq
-from segue_core.messages.status import Exact, PromoteRequest, SequenceStatus
-from segue_router.choose import Candidate, rank_for_resume, rank_new
+from segue_core.messages.request import Replication, SegueParams, choice_seq
+from segue_core.messages.status import Exact, PromoteRequest
+from segue_router.choose import rank_for_resume
 from segue_router.context import Context
 from segue_router.daemons import DaemonClient, Superseded
 from segue_router.engine import Engine, Served
 from segue_router.errors import Cause, UpstreamFailure
+from segue_router.holders import ask, held_by
 from segue_router.resume import Progress, Target
 from segue_router.seam import MAX_GIVEN_BACK, SEAM_IDS, ends_together
+from segue_router.turn import Turn
 from segue_router.upstream import now_ms
 
 BUSY_RETRY_MS = 250
@@ -54,13 +56,16 @@ class Origin:
 class Takeover:
     """Of one request."""
 
-    def __init__(self, context: Context, seq: str, model: str, key: str) -> None:
+    def __init__(
+        self, context: Context, seq: str, model: str, turn: Turn, replication: Replication = "normal"
+    ) -> None:
         self.epoch = 1
         self.watermark = 0
         self._context = context
         self._seq = seq
         self._model = model
-        self._key = key
+        self._turn = turn
+        self._replication: Replication = replication
         self._failed: dict[str, Failed] = {}
         self._busy: set[str] = set()
         self._retry_same = context.settings.failover.retry_same_engine_once
@@ -70,17 +75,16 @@ class Takeover:
         self._origin: Origin | None = None
         self._needed = self._wanted = frozenset[Exact]()
 
-    def params(self, engine: Engine, *, resume: bool) -> SegueParams | None:
+    def params(self, engine: Engine) -> SegueParams | None:
         """What the engine's shim is told; None where there is no daemon beside it."""
         if engine.daemon is None:
             return None
-        return SegueParams(seq=self._seq, epoch=self.epoch, resume=resume)
+        resume = self.epoch > 1 or self._turn.asks(engine)
+        return SegueParams(seq=self._seq, epoch=self.epoch, resume=resume, replication=self._replication)
 
-    def first(self) -> Engine | None:
+    async def first(self) -> Engine | None:
         """The engine a new request starts on."""
-        candidates = [_candidate(engine, None) for engine in self._usable()]
-        ranked = rank_new(candidates, self._key)
-        return self._context.registry[ranked[0]] if ranked else None
+        return await self._turn.start(self._usable())
 
     def busy(self, engine: Engine) -> None:
         """It answered 429 or 503: no failure, but not now."""
@@ -113,9 +117,10 @@ class Takeover:
         self._needed, self._wanted = needed, wanted
 
     def anywhere(self, engine: Engine, wanted: frozenset[Exact]) -> Target:
-        """What the best engine there is could do for the answer that `engine` cannot go on with."""
+        """What the best engine there is, or will be in a moment, could do for the answer that `engine` cannot
+        go on with."""
         engines = self._context.registry.having(self._model)
-        able = any(wanted <= other.exact for other in engines)
+        able = any(wanted <= other.exact_again for other in engines)
         return replace(self.target(engine), exact=wanted if able else frozenset())
 
     def target(self, engine: Engine, *, give_back: int | None = 0) -> Target:
@@ -164,8 +169,10 @@ class Takeover:
 
     async def caught_up(self, engine: Engine, progress: Callable[[], Progress | None]) -> None:
         """Returns once a replica elsewhere is within ALMOST_TOKENS of what `engine` has delivered, or when
-        that takes too long, or is over (no `progress`). Where one has no daemon, everything is computed
-        again: there is nothing to wait for."""
+        that takes too long, or is over (no `progress`). Where one has no daemon, or the client wants no
+        replica, everything is computed again: there is nothing to wait for."""
+        if self._replication == "off":
+            return
         timeouts = self._context.settings.timeouts
         deadline = now_ms() + timeouts.failover_ms
         while engine.daemon and now_ms() < deadline and not self._context.cutting_off:
@@ -174,7 +181,7 @@ class Takeover:
             if now is None or not others:
                 return
             seq, tokens = next(iter(self._names(now).items()))
-            held = await asyncio.gather(*(_held(daemon, seq, timeouts.probe_ms) for daemon in others))
+            held = await asyncio.gather(*(held_by(daemon, seq, timeouts.probe_ms) for daemon in others))
             if any(status and status.watermark >= tokens - ALMOST_TOKENS for status in held):
                 return
             await asyncio.sleep(CATCH_UP_POLL_S)
@@ -327,28 +334,13 @@ class Takeover:
         engines = able or engines
         if len(engines) < 2:
             return engines[0] if engines else None
+        if not progress.begun and self._turn.known:  # nobody has anything of it yet, but of the turn before
+            return await self._turn.start(engines)
         timeout_ms = self._context.settings.timeouts.probe_ms
         seq, tokens = next(iter(self._names(progress).items()))
-        held = await asyncio.gather(*(_held(engine.daemon, seq, timeout_ms) for engine in engines))
         ranked = rank_for_resume(
-            [_candidate(engine, status) for engine, status in zip(engines, held, strict=True)],
+            await ask(engines, seq, timeout_ms),
             tokens=tokens + 1,
             fingerprint=self._wrote.fingerprint if self._wrote else "",
         )
         return self._context.registry[ranked[0]]
-
-
-async def _held(daemon: DaemonClient | None, seq: str, timeout_ms: int) -> SequenceStatus | None:
-    return await daemon.sequence(seq, timeout_ms) if daemon is not None else None
-
-
-def _candidate(engine: Engine, held: SequenceStatus | None) -> Candidate:
-    replica: Sequence[SequenceStatus] = [held] if held is not None and held.role == "replica" else []
-    return Candidate(
-        name=engine.name,
-        state=engine.health.state,
-        active=len(engine.attempts),
-        fingerprint=engine.fingerprint,
-        watermark=replica[0].watermark if replica else 0,
-        replica_bytes=replica[0].bytes if replica else 0,
-    )

@@ -17,10 +17,13 @@ from segue_core.messages.peer import Delta, Nack, NackReason
 from segue_daemon import ledger, replicas, store
 from segue_daemon.blocks import BlockPool
 from segue_daemon.differ import Differ
+from segue_daemon.hold import HoldBack
+from segue_daemon.kept import OwnKeep
 from segue_daemon.ledger import Sequence
 from segue_daemon.planner import Planner
 from segue_daemon.replicas import Refusal, Replica
 from segue_daemon.shipment import Shipment
+from segue_daemon.slot_map import SlotMap
 from segue_daemon.store import ReplicaStore
 from simulation.link import SimLink
 from simulation.receiver import SimReceiver
@@ -49,6 +52,20 @@ def fence_only_on_reserve(patch: Patch) -> None:
     patch.setattr(ReplicaStore, "commit", unfenced)
 
 
+def keep_what_is_not_computed(patch: Patch) -> None:
+    """Of a dead engine's sequences all that is known is kept, computed or not."""
+    next_delta = OwnKeep._next_delta
+
+    def generous(self: OwnKeep, session: Any, sequence: Sequence, base: int) -> Any:
+        computed, sequence.computed = sequence.computed, min(sequence.known, 4 * len(sequence.blocks))
+        try:
+            return next_delta(self, session, sequence, base)
+        finally:
+            sequence.computed = computed
+
+    patch.setattr(OwnKeep, "_next_delta", generous)
+
+
 def skip_checksum(patch: Patch) -> None:
     """What arrives is believed."""
     patch.setattr(SimReceiver, "verified", lambda *_: True)
@@ -57,6 +74,11 @@ def skip_checksum(patch: Patch) -> None:
 def skip_copy_then_check(patch: Patch) -> None:
     """A copy is sent although its blocks may have changed hands during it."""
     patch.setattr(Differ, "still_good", lambda *_: True)
+
+
+def skip_the_hold_back(patch: Patch) -> None:
+    """A copy of an engine without notice is sent although nobody has confirmed it yet."""
+    patch.setattr(HoldBack, "settled", lambda self, _: next(iter(self._held.values()), None))
 
 
 def any_incarnation_is_welcome(patch: Patch) -> None:
@@ -138,6 +160,12 @@ def stale_shadow(patch: Patch) -> None:
     patch.setattr(Differ, "rewind", lambda *_: None)
 
 
+def leave_out_the_newest_token(patch: Patch) -> None:
+    """What is left out of a tail because it belongs to later slots is one slot too much."""
+    later = SlotMap.later
+    patch.setattr(SlotMap, "later", lambda self, slots: later(self, slots - 1))
+
+
 def ship_uncomputed_tokens(patch: Patch) -> None:
     """What is known is sent, computed or not."""
     patch.setattr(Sequence, "shippable", property(lambda self: min(self.known, len(self.blocks) * 4)))
@@ -164,11 +192,18 @@ def ends_are_said_once(patch: Patch) -> None:
     patch.setattr(SimLink, "_welcomed", forgetful)
 
 
+def send_what_is_kept_back(patch: Patch) -> None:
+    """What its client keeps back is sent like anything else."""
+    patch.setattr(Sequence, "replicated", property(lambda _: True))
+
+
 SEEDS_NEEDED: dict[Callable[[Patch], None], int] = {
     promote_without_fence: 10,
-    fence_only_on_reserve: 30,
+    fence_only_on_reserve: 90,
+    keep_what_is_not_computed: 80,
     skip_checksum: 20,
     skip_copy_then_check: 50,
+    skip_the_hold_back: 60,
     any_incarnation_is_welcome: 150,
     ack_what_was_sent: 10,
     forget_the_pin: 10,
@@ -177,8 +212,10 @@ SEEDS_NEEDED: dict[Callable[[Patch], None], int] = {
     key_without_salt: 10,
     ignore_key_unknown: 300,
     stale_shadow: 150,
+    leave_out_the_newest_token: 20,
     ship_uncomputed_tokens: 10,
     leak_reservations: 20,
     ignore_ends: 10,
     ends_are_said_once: 20,
+    send_what_is_kept_back: 12,
 }

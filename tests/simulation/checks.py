@@ -91,7 +91,7 @@ class Checks:
         store, memory = daemon.store, daemon.memory
         packed = packed_by_slot(memory, self._world.slotted)
         for key in [k for k in self._accepted if k[0] == daemon.incarnation and k[1] not in store.replicas]:
-            del self._accepted[key]  # given up: the store does not remember its epoch
+            self._accepted[key] = self._accepted[key][0], 0  # given up: whoever is next begins anew
         held: set[int] = set()
         for replica in store.replicas.values():
             self._replica(daemon, replica, packed)
@@ -113,6 +113,8 @@ class Checks:
 
     def _replica(self, daemon: SimDaemon, replica: Replica, packed: Any) -> None:
         where = f"{daemon.name}: replica {replica.seq} epoch {replica.epoch} of {replica.incarnation}"
+        if self._world.replication_of(replica.seq) == "off":
+            raise Violation(f"{where}: its client keeps it back")
         writing: Writing | None = self._world.truth.get((replica.seq, replica.epoch, replica.incarnation))
         if writing is None:
             raise Violation(f"{where}: nobody wrote that")
@@ -187,7 +189,7 @@ class Checks:
                         f" is not followed: {known}"
                     )
                 for link in daemon.links:
-                    if link.holds(live.seq):
+                    if link.holds(live.seq) and live.replication != "off":
                         self._at_peer(daemon, link, sequence)
 
     def _over(self, live: Live) -> bool:

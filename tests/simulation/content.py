@@ -11,11 +11,13 @@ from array import array
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from segue_core.geometry import Geometry, Region
+from segue_core.messages.request import Replication
 
 SIZE = 4
 LAYERS = 2
@@ -24,6 +26,12 @@ LAYER_BLOCK_BYTES = SIZE * DIM * 2
 BLOCK_BYTES = LAYERS * LAYER_BLOCK_BYTES
 TOKEN_BYTES = 4
 Slots = npt.NDArray[np.int16]
+
+
+def word_of(seq: str) -> Replication:
+    """What the client of `seq` says of replication, in a run in which clients say something."""
+    words: tuple[Replication, ...] = ("off", "low", "high", "normal")
+    return words[crc32(seq.encode()) % len(words)]
 
 
 @lru_cache

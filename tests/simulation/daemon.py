@@ -1,16 +1,17 @@
 """One daemon: the engine's side, the store, the links. Stands for EngineHost and Daemon.
 
-`register`, `gone`, `left`, `_salvage`, `_unmap`, `drain`, `_apply`, `_end`, `_orphan`, `fence` are those of
-segue_daemon/engine_host.py; `match`, `release` and `promote` those of segue_daemon/app.py,
+`register`, `gone`, `left`, `_salvage`, `_unmap`, `drain`, `_apply`, `_end`, `_orphan`, `fence`, `epoch_of`
+are those of segue_daemon/engine_host.py; `match`, `release`, `promote` and `replica_changed` those of app.py,
 `_keep_store` is `StoreKeeper.tick`.
-`EngineSession` (journal ring, ledger), `HostPages` and `ReplicaStore` are the real ones. Copies out of the
-engine's pages may be torn on purpose: the engine runs on between their halves.
+`EngineSession` (journal ring, ledger), `HostPages`, `ReplicaStore` and `OwnKeep` are the real ones. Copies
+out of the engine's pages may be torn on purpose: the engine runs on between their halves.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,8 @@ from segue_core.messages.local import Register
 from segue_core.shared_memory import seal_size, sealable_memory
 from segue_daemon.arena import Bytes
 from segue_daemon.engine import EngineSession
-from segue_daemon.ledger import Changes
+from segue_daemon.kept import OwnKeep
+from segue_daemon.ledger import Changes, Sequence
 from segue_daemon.pages import Pages
 from segue_daemon.replicas import Wanted
 from segue_daemon.store import ReplicaStore
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 LEASE_MS = 40
 SALVAGE_MS = 40
+KEEP_OWN_MS = 300
+KEEP_SLICE_BLOCKS = 2
 ORPHAN_MS = 450
 SAMPLE_MS = 25
 EXPIRE_MS = 30
@@ -101,6 +105,9 @@ class SimDaemon(Process):
         self.incarnation = world.new_identity()
         self.memory: Bytes = np.full(world.arena_blocks * BLOCK_BYTES, 0xA5, np.uint8)
         self.store = ReplicaStore(self.memory, lease_ns=LEASE_MS * MS, **world.store_options)
+        self.store.written_here = self.epoch_of
+        ttl_ns = KEEP_OWN_MS * MS if world.keeps_own else 0
+        self._keep = OwnKeep(self.store, ttl_ns=ttl_ns, slice_bytes=KEEP_SLICE_BLOCKS * BLOCK_BYTES)
         self.receiver = SimReceiver(self)
         self.session = None
         self._orphans: dict[tuple[int, str, int], int] = {}
@@ -130,6 +137,12 @@ class SimDaemon(Process):
         """The session, if its engine lives."""
         return self.session if self.session is not None and not self.session.dead else None
 
+    def epoch_of(self, seq: str) -> int:
+        """The epoch under which the living engine writes `seq`; 0: it does not."""
+        session = self.live
+        sequence = session.ledger.sequences.get(seq) if session is not None else None
+        return sequence.epoch if sequence is not None else 0
+
     def register(self, engine: SimEngine, engine_life: int) -> None:
         """An engine brings journal and pages."""
         if engine.life != engine_life or engine.daemon_life != self.life or engine.ring is None:
@@ -144,6 +157,7 @@ class SimDaemon(Process):
             model="simulated",
             fingerprint=FINGERPRINT,
             geometry=geometry(self.world.blocks, self.world.slotted),
+            notice="after" if self.world.publishes else "before",
         )
         fds = [os.dup(fd) for fd in (engine.ring_fd, engine.doorbell, lifeline_fd(), engine.pages_fd)]
         session = EngineSession(register, fds, 0, self.world.clock, max_sequences=64)
@@ -172,13 +186,23 @@ class SimDaemon(Process):
             link.flush(session)
         self._salvage(session, self.world.now + SALVAGE_MS * MS)
 
-    def _salvage(self, session: EngineSession, deadline: int) -> None:
+    def _salvage(self, session: EngineSession, deadline: int, slices: Iterator[None] | None = None) -> None:
         flushed = all(link.flushed(session) for link in self.links)
-        if flushed or self.world.now >= deadline:
+        if slices is None and (flushed or self.world.now >= deadline - SALVAGE_MS * MS // 2):
+            slices = self._keep.slices(session, self._protected(session), lambda: self.world.now)
+        kept = slices is not None and next(slices, self) is self
+        self.world.touched(self)
+        if (flushed and kept) or self.world.now >= deadline:
             self.world.say("{}: memory of {} released", self.name, session.incarnation)
             self._unmap(session)
         else:
-            self.world.after(2 * MS, self, self._salvage, session, deadline)
+            self.world.after(2 * MS, self, self._salvage, session, deadline, slices)
+
+    def _protected(self, session: EngineSession) -> Callable[[Sequence], bool]:
+        return lambda sequence: any(
+            link.connected and link.watermark(session, sequence.seq) >= sequence.shippable
+            for link in self.links
+        )
 
     def _unmap(self, session: EngineSession) -> None:
         for link in self.links:
@@ -191,6 +215,8 @@ class SimDaemon(Process):
         for key, deadline in list(self._orphans.items()):
             if deadline < self.world.now:
                 self._end(*key)
+        self._keep.expire(self.world.now)
+        self.world.touched(self)
 
     def drain_and_sleep(self) -> None:
         """Apply the journal, then ask for the doorbell."""
@@ -216,6 +242,8 @@ class SimDaemon(Process):
                 self._orphans.pop((session.incarnation, seq, sequence.epoch), None)
         for seq, epoch in changes.ended:
             self._end(session.incarnation, seq, epoch)
+            self._keep.over(session.incarnation, seq, epoch)
+            self.world.touched(self)
         for link in self.links:
             link.note(session, changes)
 
@@ -235,6 +263,10 @@ class SimDaemon(Process):
             engine = self.world.engines[self.number]
             if engine.incarnation == session.incarnation:
                 self.world.after(self.world.between(0.1, 1), engine, engine.fenced.append, (seq, epoch))
+
+    def replica_changed(self, seq: str) -> None:
+        """A delta was taken: if the engine here writes that sequence still, it is the last to know."""
+        self.fence(seq, self.store.replicas[seq].epoch)
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -275,6 +307,8 @@ class SimDaemon(Process):
         world.say("{}: promote {} to epoch {}: {}", self.name, seq, epoch, watermark)
         if watermark is not None:
             world.checks.promoted(self, seq, epoch)
+            for link in self.links:
+                link.end(self.incarnation, seq, epoch)
         self.fence(seq, epoch)
         world.touched(self)
         world.after(world.between(0.1, 1), router, router.promoted, seq, epoch, watermark)

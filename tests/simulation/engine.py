@@ -2,9 +2,9 @@
 
 What it tells its daemon goes through the shim's own table (`segue_shim.table.LiveTable`), the real record
 encoding and a real journal ring in a memfd; its pages are real shared memory. `begin` and `commit` stand
-for `Exporter.begin`, `_append`, `commit`, `_adopt` and `load` (segue_shim/exporter.py), `asked` for
-`MatchClient.match`. A step is three events (begin, half the writes, the rest and commit), so that a crash,
-a stop or a copy by the daemon can fall between any two of them.
+for `Exporter.begin`, `_append`, `commit`, `_adopt` and `load` (segue_shim/exporter.py), `_publish` for
+`TableExporter.publish`, `asked` for `MatchClient.match`. A step is three events (begin, half the writes, the
+rest and commit), so that a crash, a stop or a copy by the daemon can fall between any two of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from segue_daemon.arena import Bytes
 from segue_daemon.replicas import MatchResult
 from segue_daemon.wire import encode
 from segue_shim.plan import StepPlan, pack_u32
+from segue_shim.published import PublishedTables
 from segue_shim.table import LiveTable
 from simulation.blocks import EngineBlocks
 from simulation.clockwork import MS, Process
 from simulation.content import BLOCK_BYTES, SIZE, Writing, by_slot, geometry, packed_by_slot, slot_values
-from simulation.live import Live, Work
+from simulation.live import Live, Work, begin_of
 
 if TYPE_CHECKING:
     from simulation.daemon import SimDaemon
@@ -68,6 +69,7 @@ class SimEngine(Process):
         self._map = mmap.mmap(memory, shape.handle_bytes[0])
         self.pages = by_slot(np.frombuffer(self._map, np.uint8), world.blocks, world.slotted)
         self.table = LiveTable()
+        self.tables = PublishedTables(num_blocks=world.blocks, block_size=SIZE)
         self.live = {}
         self.blocks = EngineBlocks(world.blocks)
         self.step = 0
@@ -143,7 +145,7 @@ class SimEngine(Process):
             self._let_go(before)
         writing = world.truth.setdefault((seq, epoch, self.incarnation), Writing(salt))
         writing.extend(ids[len(writing.kv) :])
-        live = self.live[seq] = Live(seq, epoch, salt, list(ids), writing)
+        live = self.live[seq] = Live(seq, epoch, salt, list(ids), writing, world.replication_of(seq))
         live.blocks = self.blocks.shared(live.writing.kv[: len(ids)])
         live.computed = len(live.blocks) * SIZE
         daemon = world.daemons[self.number]
@@ -207,16 +209,23 @@ class SimEngine(Process):
         self.step += 1
         self._phase = self.write
         self._next(1.5)
-        while self.fenced:
-            self.table.fence(*self.fenced.pop())
-        room = 0
-        if self.ring is not None:
-            if self.ring.get(Word.SNAPSHOT_WANTED):
-                self.ring.set(Word.SNAPSHOT_WANTED, 0)
-                self.table.announce_all()
-            room = self.ring.free() // ANNOUNCE_SHARE
+        if self.world.publishes:
+            self._plan_step()
+            return
+        room = self._listen()
         self._plan_step()
         self._append(self.table.begin(self._plan, self.step, room))
+
+    def _listen(self) -> int:
+        """What the daemon wants; the room for announcements."""
+        while self.fenced:
+            self.table.fence(*self.fenced.pop())
+        if self.ring is None:
+            return 0
+        if self.ring.get(Word.SNAPSHOT_WANTED):
+            self.ring.set(Word.SNAPSHOT_WANTED, 0)
+            self.table.announce_all()
+        return self.ring.free() // ANNOUNCE_SHARE
 
     def _plan_step(self) -> None:
         assigned: list[int] = []
@@ -236,7 +245,7 @@ class SimEngine(Process):
                 updated.append(SequenceUpdate(live.seq, ids, pack_u32(new)))
             else:
                 packed = pack_u32(live.ids[:known]), pack_u32(live.blocks)
-                begun.append(SequenceBegin(live.seq, live.epoch, live.salt, *packed, live.computed))
+                begun.append(begin_of(live, *packed, live.computed))
                 live.begun = True
                 live.writing.computed = max(live.writing.computed, live.computed)
             live.told = max(live.told, known)
@@ -261,7 +270,7 @@ class SimEngine(Process):
         for live in list(self.live.values()):
             if not live.ready or (self.idle and live.computed >= len(live.ids)):
                 continue
-            if self.world.chance(0.25):
+            if self.world.chance(0.25) or (self.world.publishes and live.seq in self.paused):
                 continue
             upto = min(len(live.ids), live.computed + CHUNK)
             if live.load is not None and live.load.tokens > live.computed:
@@ -303,7 +312,8 @@ class SimEngine(Process):
         for work in self._work:
             if failed.isdisjoint(work.blocks):
                 self._computed(work)
-        self._append(self.table.commit(self._plan, self.step, failed))
+        if not self.world.publishes:
+            self._append(self.table.commit(self._plan, self.step, failed))
         done, self._work = self._work, []
         for work in done:
             live = work.live
@@ -313,6 +323,22 @@ class SimEngine(Process):
                 live.told = 0
         while self._noise:
             self.blocks.give_back(self._noise.pop())
+        if self.world.publishes:
+            self._publish()
+
+    def _publish(self) -> None:
+        """All sequences as they are between two steps; who has no blocks waits for some."""
+        tables = []
+        for live in self.live.values():
+            blocks, computed = (live.blocks, live.computed) if live.begun else ([], 0)
+            if live.writing.told:
+                packed = pack_u32(live.ids[: live.writing.told]), pack_u32(blocks)
+                tables.append(begin_of(live, *packed, computed))
+        plan = self.tables.publish(tables, step=self.step, running=len(self.live))
+        begin = self.table.begin(plan, self.step, self._listen())
+        commit = self.table.commit(plan, self.step) or Commit(self.step, ())
+        if self._append(begin):
+            self._append(commit)
 
     def _fill(self, work: Work, *, first_half: bool) -> None:
         live, found = work.live, work.load
@@ -352,12 +378,15 @@ class SimEngine(Process):
             router, delay = self.world.router, self.world.between(0.1, 2)
             self.world.after(delay, router, router.tokens, live.seq, live.epoch, live.ids[:])
 
-    def _append(self, record: Begin | Commit | None) -> None:
+    def _append(self, record: Begin | Commit | None) -> bool:
+        """Whether it is not missing in the journal."""
         if record is None or self.ring is None:
-            return
-        if not self.ring.append(encode(record)):
+            return True
+        written = self.ring.append(encode(record))
+        if not written:
             self.world.say("{}: journal full", self.name)
             self.table.announce_all()
         if self.ring.doorbell_wanted():
             daemon: SimDaemon = self.world.daemons[self.number]
             self.world.after(self.world.between(0.02, 0.5), daemon, daemon.drain_and_sleep)
+        return written

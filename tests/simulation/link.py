@@ -27,7 +27,9 @@ from segue_core.messages.peer import (
     Ping,
     Pong,
     Welcome,
+    bulk_head,
 )
+from segue_daemon.confirmed import shipment_of
 from segue_daemon.engine import EngineSession
 from segue_daemon.ledger import Changes
 from segue_daemon.shipment import Shipment
@@ -72,7 +74,7 @@ class SimLink:
     def _shipment(self, session: EngineSession) -> Shipment:
         settings = self.world.replication
         delta_bytes = min(settings.delta_bytes, self._window // 2) if self._window else settings.delta_bytes
-        return Shipment(session, settings, delta_bytes, self.holds, now_ns=self.world.now)
+        return shipment_of(session, settings, delta_bytes, self.holds, now_ns=self.world.now)
 
     def holds(self, seq: str) -> bool:
         """Whether this peer is to have a replica of `seq`: one peer a sequence, for good. Where replicas
@@ -111,7 +113,12 @@ class SimLink:
     def flushed(self, session: EngineSession) -> bool:
         """Nothing of this engine is left to send or to be acked, or the link is down."""
         shipment = self.shipments.get(session.incarnation)
-        return not self.connected or shipment is None or not shipment.lag_tokens()
+        return not self.connected or shipment is None or not shipment.unflushed()
+
+    def watermark(self, session: EngineSession, seq: str) -> int:
+        """Tokens of `seq` verified at the peer."""
+        shipment = self.shipments.get(session.incarnation)
+        return shipment.watermark(seq) if shipment is not None else 0
 
     # -- the connection -----------------------------------------------------------------------
 
@@ -147,7 +154,7 @@ class SimLink:
 
     def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
         hello = encode(BulkHello(self.daemon.incarnation, welcome.ticket))
-        connection.send_bulk(BULK_HEADER.pack(len(hello), 0) + hello, b"")
+        connection.send_bulk(bulk_head(hello, 0) + hello, b"")
         same_life = welcome.incarnation == self.peer_incarnation
         self.peer_incarnation = welcome.incarnation
         self._window = welcome.window_bytes
@@ -186,7 +193,7 @@ class SimLink:
         if self._link_sent - self._consumed > self._window // 2:
             return
         now = self.world.now
-        shipments = sorted(self.shipments.values(), key=lambda s: not s.planner.urgent(now))
+        shipments = sorted(self.shipments.values(), key=lambda s: not s.urgent(now))
         for shipment in shipments:
             ready = shipment.next_delta(self._number + 1, self.daemon.drain, now)
             if ready is not None:
@@ -194,6 +201,8 @@ class SimLink:
                 self._link_sent += self._send(connection, ready.delta, bytes(ready.payload))
                 self.wake()
                 return
+        if any(s.waiting for s in shipments):
+            self.wake()  # a copy was made, and another one may be
         due = [ns for s in shipments if (ns := s.planner.due_ns()) is not None]
         if due:
             self.world.after(max(0, min(due) - now), self.daemon, self.wake)
@@ -201,7 +210,7 @@ class SimLink:
     def _send(self, connection: Connection, message: Delta | End, payload: bytes) -> int:
         header = encode(message)
         self.world.say("{} -> {}: {}", self.daemon.name, self.name, message)
-        connection.send_bulk(BULK_HEADER.pack(len(header), len(payload)) + header, payload)
+        connection.send_bulk(bulk_head(header, len(payload)) + header, payload)
         return BULK_HEADER.size + len(header) + len(payload)
 
     def listen(self, connection: Connection, payload: bytes) -> None:
@@ -232,7 +241,7 @@ class SimLink:
                 continue
             shipment.nacked(message, self.world.now)
             if message.reason == NackReason.FENCED:
-                self.daemon.fence(message.seq, message.epoch + 1)
+                self.daemon.fence(message.seq, max(message.epoch + 1, message.fence))
         self.world.checks.acked(self, message)
 
     def _keep_alive(self, connection: Connection, number: int) -> None:

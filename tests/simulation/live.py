@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from segue_core.messages.journal import SequenceBegin
+from segue_core.messages.request import Replication
 from segue_daemon.arena import Bytes
 from segue_daemon.replicas import MatchResult
 from simulation.content import Writing
@@ -18,6 +20,7 @@ class Live:
     salt: bytes
     ids: list[int]
     writing: Writing
+    replication: Replication = "normal"
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     told: int = 0
@@ -36,3 +39,8 @@ class Work:
     base: int
     upto: int
     load: MatchResult | None
+
+
+def begin_of(live: Live, token_ids: bytes, block_ids: bytes, computed: int) -> SequenceBegin:
+    """As the journal announces it: `computed` slots of the blocks hold KV of the ids, both packed."""
+    return SequenceBegin(live.seq, live.epoch, live.salt, token_ids, block_ids, computed, live.replication)

@@ -35,6 +35,7 @@ from segue_core.messages.peer import (
     Ping,
     Pong,
     Welcome,
+    bulk_head,
 )
 from segue_daemon.arena import Bytes
 from segue_daemon.replicas import Loss, Refusal, Reservation
@@ -221,11 +222,13 @@ class SimReceiver:
         answer: Ack | Nack
         about = message.number, message.seq, message.epoch
         if isinstance(outcome, Refusal):
-            answer = Nack(*about, outcome.watermark, outcome.reason, writer.consumed)
+            answer = Nack(*about, outcome.watermark, outcome.reason, writer.consumed, outcome.fence)
         else:
             answer = Ack(*about, outcome, writer.consumed)
         self.world.say("{} answers {}: {}", self.daemon.name, writer.name, answer)
         self.world.checks.answered(self.daemon, message, answer)
+        if isinstance(answer, Ack):
+            self.daemon.replica_changed(message.seq)
         writer.connection.answer(encode(answer))
         self.world.touched(self.daemon)
 
@@ -245,7 +248,6 @@ class SimReceiver:
 
     def _fill(self, delta: Delta, reservation: Reservation) -> Generator[int, bytes, int | Refusal]:
         store = self.store
-        digest = xxhash.xxh3_64()
         buffered: dict[int, Bytes] = {}
         for index, part in enumerate(delta.parts):
             target = store.room_for(reservation, index)
@@ -253,8 +255,8 @@ class SimReceiver:
                 target = buffered[index] = np.empty(part.nbytes, np.uint8)
             if target is not None and part.nbytes:
                 yield from _fill_with(target.data)
-                digest.update(target.data)
-        if not self.verified(digest.intdigest(), delta):
+                reservation.digests[index] = xxhash.xxh3_64_intdigest(target.data)
+        if not self.verified(reservation.checksum(), delta):
             store.cancel(reservation)
             return Refusal(NackReason.CORRUPT, reservation.replica.watermark)
         return store.commit(reservation, buffered, self.world.now)
@@ -268,11 +270,13 @@ def _header() -> Generator[int, bytes, tuple[object, int, int]]:
     """`recv_bulk_header`. Raises EOFError at a clean end."""
     head = bytearray(BULK_HEADER.size)
     yield from _fill_with(head, at_start=True)
-    header_bytes, payload_bytes = BULK_HEADER.unpack(head)
+    header_bytes, payload_bytes, _ = BULK_HEADER.unpack(head)
     if header_bytes > MAX_HEADER_BYTES:
         raise ProtocolError(f"bulk header of {header_bytes} bytes")
     header = bytearray(header_bytes)
     yield from _fill_with(header)
+    if head != bulk_head(header, payload_bytes):
+        raise ProtocolError("a bulk header changed on its way")
     return decode(memoryview(header), Bulk, peer="bulk"), payload_bytes, BULK_HEADER.size + header_bytes
 
 

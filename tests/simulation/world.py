@@ -14,10 +14,11 @@ from zlib import crc32
 
 import structlog
 
+from segue_core.messages.request import Replication
 from segue_daemon.settings import ReplicationSettings
 from simulation.checks import Checks
 from simulation.clockwork import MS, Clockwork, Process, Violation, line_of
-from simulation.content import BLOCK_BYTES, Writing
+from simulation.content import BLOCK_BYTES, Writing, word_of
 from simulation.daemon import SimDaemon
 from simulation.engine import SimEngine
 from simulation.link import PING_MS
@@ -45,6 +46,11 @@ class World:
         self.blocks = rng.choice((10, 16, 24))
         self.slotted = rng.random() < 0.5
         self.runs_ahead = rng.random() < 0.4
+        self.publishes = seed % 4 == 3
+        """Engines only publish their tables between steps, as `TableExporter` does."""
+        self.keeps_own = seed % 5 != 4
+        """Daemons keep what their dead engine left."""
+        self._words = seed % 6 == 5
         self.arena_blocks = rng.choice((8, 20, 64))
         self.tearing = rng.choice((0.0, 0.1, 0.4))
         self.crashing = rng.choice((0.0, 0.02, 0.1))
@@ -63,6 +69,7 @@ class World:
             delta_bytes=rng.choice((1, 3, 8)) * BLOCK_BYTES,
             window_bytes=16 * BLOCK_BYTES,
             shadow_bytes=rng.choice((0, 2, 64)) * BLOCK_BYTES,
+            hold_bytes=(0, 2, 64)[seed % 3] * BLOCK_BYTES,
         )
         high, low = rng.choice(((1.0, 1.0), (1.0, 1.0), (0.9, 0.7)))
         self.store_options: dict[str, Any] = {
@@ -98,6 +105,10 @@ class World:
         """Never the same twice."""
         self._identities += 1
         return self._identities
+
+    def replication_of(self, seq: str) -> Replication:
+        """What the client of `seq` says of replication: something in every sixth run."""
+        return word_of(seq) if self._words else "normal"
 
     def daemon_named(self, name: str) -> SimDaemon:
         """By its name."""

@@ -102,9 +102,9 @@ class DaemonProcess:
         return body
 
     def watermark(self, seq: str) -> int:
-        """Tokens of `seq` held here for a peer, or acked by the peer for an engine's own."""
+        """Tokens of `seq` held here for a peer, or acked by the peer for an engine's own; -1: it is over."""
         status, body = self.get(f"/v1/sequences/{seq}")
-        return int(body["watermark"]) if status == 200 else -1
+        return int(body["watermark"]) if status == 200 and body["role"] != "cached" else -1
 
 
 class DaemonSet:

@@ -1,6 +1,6 @@
 """A light engine on top of the real `Exporter`: no model, but real pages, journal and loads.
 
-Its KV is a pure function of token and position, so that what arrives elsewhere can be checked byte for
+Its KV is a pure function of token, position and rank, so that what arrives elsewhere can be checked byte for
 byte. Blocks are handed out and reused like a real engine's.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from segue_core.messages.journal import SequenceBegin, SequenceUpdate
+from segue_core.messages.request import Replication
 from segue_shim.exporter import Exporter
 from segue_shim.match_client import MatchClient
-from segue_shim.plan import Load, StepPlan, pack_u32, unpack_u64
+from segue_shim.plan import Load, LoadResult, Source, StepPlan, pack_u32, unpack_u64
 
 BLOCK_SIZE = 8
 HEADS = 2
@@ -36,12 +37,13 @@ class Live:
     computed: int = 0
     begun: bool = False
     told: int = 0
+    replication: Replication = "normal"
 
 
-def kv_of(token: int, position: int, layer: int) -> torch.Tensor:
-    """KV of one token: (HEADS, DIM) int16, different for each token, position and layer."""
+def kv_of(token: int, position: int, layer: int, rank: int = 0) -> torch.Tensor:
+    """KV of one token: (HEADS, DIM) int16, different for each token, position, layer and rank."""
     base = torch.arange(HEADS * DIM, dtype=torch.int32) * 31
-    mixed = base + token * 7919 + position * 104729 + layer * 15485863
+    mixed = base + token * 7919 + position * 104729 + layer * 15485863 + rank * 32452843
     return (mixed & 0x7FFF).to(torch.int16).reshape(HEADS, DIM)
 
 
@@ -49,20 +51,43 @@ class LightEngine:
     """An engine of one process with `num_blocks` blocks of 8 slots. `slots`: lay tokens out so that a
     slot's bytes are known; otherwise K is spread over the block as vLLM's CPU kernels do."""
 
+    exporter_type: type[Exporter] = Exporter
+
     def __init__(
-        self, socket: str, name: str, *, incarnation: int, num_blocks: int = 64, slots: bool = False
+        self,
+        socket: str,
+        name: str,
+        *,
+        incarnation: int,
+        num_blocks: int = 64,
+        slots: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.slots = slots
+        self.rank = rank
         if slots:
             shape = (LAYERS, num_blocks, BLOCK_SIZE, HEADS, DIM)
         else:
             shape = (LAYERS, num_blocks, HEADS, DIM, BLOCK_SIZE)
         self.pages = torch.zeros(shape, dtype=torch.int16)
-        self.exporter = Exporter(
-            socket, engine=name, model="light", fingerprint=FINGERPRINT, incarnation=incarnation
+        self.exporter = self.exporter_type(
+            socket,
+            engine=name,
+            model="light",
+            fingerprint=FINGERPRINT,
+            incarnation=incarnation,
+            rank=rank,
+            ranks=ranks,
         )
         self.client = MatchClient(
-            socket, engine=name, incarnation=incarnation, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE
+            socket,
+            engine=name,
+            incarnation=incarnation,
+            fingerprint=FINGERPRINT,
+            block_size=BLOCK_SIZE,
+            rank=rank,
+            ranks=ranks,
         )
         tensors = {f"layer{i}": self.pages[i] for i in range(LAYERS)}
         axes = SLOTS if slots else OPAQUE
@@ -71,9 +96,9 @@ class LightEngine:
         self.live: dict[str, Live] = {}
         self.finished: list[str] = []
 
-    def start(self, seq: str, ids: list[int], epoch: int = 1) -> Live:
+    def start(self, seq: str, ids: list[int], epoch: int = 1, replication: Replication = "normal") -> Live:
         """Admit a sequence; its prompt is computed by the next steps."""
-        live = Live(seq, epoch, list(ids))
+        live = Live(seq, epoch, list(ids), replication=replication)
         self.live[seq] = live
         return live
 
@@ -92,9 +117,8 @@ class LightEngine:
             assigned += new
             live.blocks += new
             if not live.begun:
-                begun.append(
-                    SequenceBegin(live.seq, live.epoch, b"", pack_u32(live.ids), pack_u32(live.blocks), 0)
-                )
+                packed = pack_u32(live.ids), pack_u32(live.blocks)
+                begun.append(SequenceBegin(live.seq, live.epoch, b"", *packed, 0, live.replication))
                 live.begun = True
             else:
                 updated.append(SequenceUpdate(live.seq, pack_u32(live.ids[live.told :]), pack_u32(new)))
@@ -121,9 +145,9 @@ class LightEngine:
         block, slot = blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
         for layer in range(LAYERS):
             if self.slots:
-                self.pages[layer, block, slot] = kv_of(token, position, layer)
+                self.pages[layer, block, slot] = kv_of(token, position, layer, self.rank)
             else:
-                self.pages[layer, block, :, :, slot] = kv_of(token, position, layer)
+                self.pages[layer, block, :, :, slot] = kv_of(token, position, layer, self.rank)
 
     def resume(self, seq: str, ids: list[int], epoch: int) -> int:
         """Take a sequence over: ask the daemon, load what it holds; returns the tokens loaded.
@@ -132,24 +156,28 @@ class LightEngine:
         matched = self.client.match(
             seq=seq, epoch=epoch, salt=b"", token_ids=pack_u32(ids), computed=0, limit=len(ids) - 1
         )
-        live = self.start(seq, ids, epoch)
         if matched is None:
+            self.start(seq, ids, epoch)
             return 0
-        count = -(-matched.tokens // BLOCK_SIZE)
+        extents = tuple(unpack_u64(matched.extents))
+        source = Source(self.client.daemon, matched.lease, matched.deadline_ns, extents)
+        result = self.take_over(seq, ids, epoch, matched.tokens, (source,))
+        self.client.release(matched.lease, result.loaded)
+        return result.loaded
+
+    def take_over(
+        self, seq: str, ids: list[int], epoch: int, tokens: int, sources: tuple[Source, ...]
+    ) -> LoadResult:
+        """Go on with a sequence of which `tokens` tokens are to be loaded, in a step of its own."""
+        live = self.start(seq, ids, epoch)
+        count = -(-tokens // BLOCK_SIZE)
         live.blocks = [self.free.pop(0) for _ in range(count)]
-        load = Load(
-            daemon=self.client.daemon,
-            lease=matched.lease,
-            deadline_ns=matched.deadline_ns,
-            tokens=matched.tokens,
-            block_ids=tuple(live.blocks),
-            extents=tuple(unpack_u64(matched.extents)),
-        )
+        load = Load(tokens, tuple(live.blocks), sources)
         self.exporter.begin(
             StepPlan(
                 assigned=pack_u32(live.blocks),
                 begun=(SequenceBegin(seq, epoch, b"", pack_u32(ids), pack_u32(live.blocks), 0),),
-                computed=((seq, matched.tokens),),
+                computed=((seq, tokens),),
                 running=len(self.live),
             )
         )
@@ -157,8 +185,7 @@ class LightEngine:
         (result,) = self.exporter.load([load])
         self.exporter.commit(result.failed_blocks)
         live.computed = result.loaded
-        self.client.release(matched.lease, result.loaded)
-        return result.loaded
+        return result
 
     def wrong_tokens(self, seq: str) -> list[int]:
         """Positions of computed tokens whose KV in the pages is not what it must be."""
@@ -169,7 +196,7 @@ class LightEngine:
             for layer in range(LAYERS):
                 page = self.pages[layer, block]
                 have = page[slot] if self.slots else page[:, :, slot]
-                if not torch.equal(have, kv_of(live.ids[position], position, layer)):
+                if not torch.equal(have, kv_of(live.ids[position], position, layer, self.rank)):
                     wrong.append(position)
                     break
         return wrong

@@ -15,14 +15,13 @@ def make_engine(model: str, socket: str, **arguments: Any) -> Any:
 
     from vllm import LLM
 
-    arguments = {"extra": {}} | arguments
+    arguments = {"extra": {}, "distributed_executor_backend": "uni"} | arguments
     extra = {"socket": socket, "engine": "a"} | arguments.pop("extra")
     return LLM(
         model=model,
         dtype="float32",
         enforce_eager=True,
         block_size=32,
-        distributed_executor_backend="uni",
         kv_transfer_config=KVTransferConfig(
             kv_connector="SegueConnector",
             kv_connector_module_path="segue_shim.vllm_connector",

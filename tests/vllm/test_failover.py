@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
 
-from segue_ctl import workload
+from segue_core.messages.status import RequestStory
+from segue_ctl import metrics, workload
 from segue_ctl.bench_seam import BLOCK_SIZE, is_good
 from segue_ctl.cluster import Cluster
-from segue_ctl.failure_run import Measured, Question, interrupted, measure, uninterrupted
+from segue_ctl.failure_run import Measured, Question, chat_url, interrupted, measure, uninterrupted
 from segue_ctl.model import DEFAULT_MODEL_DIR
-from segue_ctl.openai_stream import Answer, StreamFailed
+from segue_ctl.openai_stream import Answer, StreamFailed, open_stream
+from segue_ctl.turn_run import Said, lose_engine, next_question, take_turn
 from segue_ctl.vllm_server import EngineSpec, one_core_each
+from segue_ctl.waiting import get_json
 
 pytestmark = [
     pytest.mark.vllm,
@@ -58,9 +63,10 @@ class Stage:
 async def stage() -> AsyncIterator[Stage]:
     specs = [EngineSpec(name, cpus) for name, cpus in zip(("a", "b"), one_core_each(2), strict=True)]
     overrides = {"timeouts": {"stall_ms": 1500}}
-    cluster = Cluster(
-        specs, model_dir=DEFAULT_MODEL_DIR, daemon_overrides=overrides, router_overrides=overrides
-    )
+    # One test waits for an engine's restart.
+    keeping = {**overrides, "store": {"keep_own_ms": 600_000}}
+    patient = {"timeouts": {**overrides["timeouts"], "failover_ms": 120_000}}
+    cluster = Cluster(specs, model_dir=DEFAULT_MODEL_DIR, daemon_overrides=keeping, router_overrides=patient)
     async with cluster:
         chat = await workload.fitting_chat(cluster, 300)
         reference = await uninterrupted(cluster, cluster.router_url(), Question(chat, MAX_TOKENS, "ref"))
@@ -183,3 +189,68 @@ async def test_an_engine_that_is_stopped_in_good_order_loses_no_answer(stage: St
     result = await stage.fail(30, signal.SIGTERM)
     assert is_good(result), result
     await stage.cluster.restart_engine(result.engine)
+
+
+async def test_the_next_turn_on_another_engine_computes_only_what_is_new(stage: Stage) -> None:
+    """SIGKILL between two turns of a conversation: by vLLM's own count the other engine computes no more than
+    the new question and the rest of a block, and says what an engine that never failed says. The same words
+    under another cache salt share nothing with it. (The engine stays dead: the next test has use for one.)"""
+    cluster, router = stage.cluster, stage.cluster.router_url()
+    length = boundary(stage) + BLOCK_SIZE // 2  # the last full block is long there when the answer ends
+
+    async def first_turn(salt: str) -> Said:
+        return await take_turn(cluster, router, Question(stage.chat, length, salt))
+
+    reference = await take_turn(cluster, router, next_question(await first_turn("well")))
+    assert reference.turn.external_tokens == 0 < reference.turn.cached_tokens
+    first = await first_turn("killed")
+    await lose_engine(cluster, router, first.turn.engine)
+    question = next_question(first)
+    stranger = await take_turn(cluster, router, replace(question, salt="somebody else's"))
+    assert stranger.turn.computed_tokens == stranger.turn.prompt_tokens, stranger.turn
+    second = await take_turn(cluster, router, question)
+    new = second.turn.prompt_tokens - first.tokens
+    assert second.turn.engine != first.turn.engine
+    assert second.turn.cached_tokens == 0
+    assert second.turn.computed_tokens <= new + BLOCK_SIZE, (second.turn, new)
+    assert second.turn.external_tokens == reference.turn.cached_tokens
+    assert second.answer.token_ids == reference.answer.token_ids
+
+
+async def one_engine_alone(cluster: Cluster) -> str:
+    """Its name, once the other engine and the daemon beside that are dead."""
+    alive = [name for name in cluster.specs if cluster.process(f"engine-{name}").alive]
+    for name in alive[1:]:
+        await lose_engine(cluster, cluster.router_url(), name)
+    for name in cluster.specs:
+        if name != alive[0]:
+            cluster.kill_daemon(name)
+    return alive[0]
+
+
+async def test_the_only_engine_goes_on_after_its_own_restart(stage: Stage) -> None:
+    """No peer anywhere: SIGKILL in the middle of an answer, and whoever watches over the engine restarts it.
+    The client's stream waits, and goes on unchanged; by vLLM's own count one token is computed again."""
+    cluster, router = stage.cluster, stage.cluster.router_url()
+    engine = await one_engine_alone(cluster)
+    child = cluster.process(f"engine-{engine}")
+    starting: asyncio.Task[None] | None = None
+    body = stage.question().body(cluster.model)
+    async with open_stream(cluster.session, chat_url(router), body) as stream:
+        answer = Answer(headers=stream.headers, started_ns=stream.started_ns)
+        async for piece in stream.pieces():
+            answer.add(piece)
+            if starting is None and len(answer.token_ids) >= 25:
+                cluster.kill_engine(engine)
+                child.finish(grace_s=0)
+                starting = asyncio.create_task(cluster.start_engine(engine))
+    assert starting is not None
+    await starting
+    assert (answer.token_ids, answer.text) == (stage.reference.token_ids, stage.reference.text)
+    _, told = await get_json(cluster.session, f"{router}/v1/segue/requests/{answer.headers['x-segue-seq']}")
+    (move,) = msgspec.convert(told, RequestStory).moves
+    assert (move.from_engine, move.to, move.how) == (engine, engine, "exact")
+    text = await metrics.scrape(cluster.session, cluster.engine_url(engine))
+    computed = metrics.sum_by_label(text, metrics.PROMPT_TOKENS_BY_SOURCE, "source")
+    assert computed["local_compute"] == 1, computed
+    assert computed["external_kv_transfer"] >= stage.reference.prompt_tokens, computed

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from segue_core.clock import ManualClock
-from segue_core.messages.local import Matched
+from segue_shim.match_group import GroupMatch
 from segue_shim.options import ExporterOptions
-from segue_shim.plan import StepPlan
+from segue_shim.plan import Source, StepPlan
 from support.daemon_stub import ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -20,22 +19,26 @@ BLOCK = 4
 
 
 class Daemon:
-    """In place of the match client: holds `tokens` of everything for `lease_ms`."""
+    """In place of the daemons of all ranks: holds `tokens` of everything for `lease_ms`."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock, self.daemon, self.tokens, self.lease_ms = clock, 1, 10, 1000
         self.asked = 0
         self.released: list[tuple[int, int]] = []
 
-    def match(self, *, computed: int, limit: int, **question: Any) -> Matched | None:
+    def match(self, *, computed: int, limit: int, **question: Any) -> GroupMatch | None:
         self.asked += 1
         first, tokens = computed // BLOCK, min(self.tokens, limit)
-        extents = array("Q", range(100 + first, 100 + -(-tokens // BLOCK))).tobytes()
+        extents = tuple(range(100 + first, 100 + -(-tokens // BLOCK)))
         deadline = self.clock.now_ns() + self.lease_ms * 1_000_000
-        return Matched(0, tokens, first, extents, self.asked, deadline) if tokens > computed else None
+        source = Source(self.daemon, self.asked, deadline, extents)
+        return GroupMatch(tokens, first, deadline, (source,)) if tokens > computed else None
 
-    def release(self, lease: int, loaded: int) -> None:
+    def release(self, daemon: int, lease: int, loaded: int) -> None:
         self.released.append((lease, loaded))
+
+    def drop(self, match: GroupMatch) -> None:
+        self.release(match.sources[0].daemon, match.sources[0].lease, 0)
 
 
 @pytest.fixture
@@ -172,8 +175,9 @@ def test_a_load_names_the_daemon_that_answered(half: Any, daemon: Daemon) -> Non
     daemon.daemon = 2
     half.after_alloc(waiting, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],)), 6)
     plan, (load,) = half.build(step(new={"a": ([1, 2, 3, 4, 5], 10)}, scheduled=10))
-    assert load.daemon == 1
-    assert (load.block_ids, load.extents, load.tokens) == ((2, 3), (101, 102), 6)
+    (source,) = load.sources
+    assert source.daemon == 1
+    assert (load.block_ids, source.extents, load.tokens) == ((2, 3), (101, 102), 6)
     assert plan.begun[0].computed == 4 and ids(plan.assigned) == [2, 3, 4, 5]
 
 
@@ -183,7 +187,7 @@ def test_a_load_that_is_lost_does_not_void_the_blocks_of_others(half: Any) -> No
 
     connector: Any = object.__new__(SegueConnector)
     state = {"broken": False, "_scheduler": half, "_worker": None, "_resumer": None, "_block_size": BLOCK}
-    vars(connector).update(state, _unloaded=set(), _cached_blocks=0)
+    vars(connector).update(state, _unloaded=set(), _cached_blocks=0, _failed=())
     waiting = request("a", 20, resume=True)
     connector.on_new_request(waiting)
     assert connector.get_num_new_matched_tokens(waiting, 4) == (6, False)
@@ -239,3 +243,14 @@ def test_salts_are_told_apart() -> None:
 
     salts = [of(None), of(""), of("a"), of(None, "a"), of("a", "b"), of(None, "ab", "c"), of(None, "a", "bc")]
     assert len(set(salts)) == len(salts)
+
+
+def test_a_clients_word_on_replication_is_told_to_the_daemon(half: Any) -> None:
+    """It goes into the journal; and a request that nobody else wrote before may ask, too."""
+    kept, plain = request("kept", 8, replication="off", resume=True), request("plain", 8)
+    half.on_new_request(kept)
+    half.on_new_request(plain)
+    assert half.matched_tokens(kept, 0) == 7
+    half.after_alloc(kept, None, 0)
+    plan = plan_of(half, step(new={"kept": ([1, 2], 0), "plain": ([3, 4], 0)}, scheduled=8))
+    assert [begun.replication for begun in plan.begun] == ["off", "normal"]

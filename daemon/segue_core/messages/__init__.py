@@ -4,5 +4,5 @@
 `peer`: daemon to daemon. `request`: router to engine, inside a request. `status`: the HTTP contract.
 """
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; a peer of another version is refused with a clear error."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
+from segue_core.messages.request import Replication
+
 
 class SequenceBegin(msgspec.Struct, frozen=True, array_like=True):
     """A sequence as a whole: new, resumed after preemption, or announced anew.
 
     `computed` slots of `block_ids` already hold KV of `token_ids`; `salt` is whatever else the KV
-    depends on (cache salt, adapter).
+    depends on (cache salt, adapter). `replication`: whether peers get it, and how soon beside others.
     """
 
     seq: str
@@ -22,6 +24,7 @@ class SequenceBegin(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes
     block_ids: bytes
     computed: int
+    replication: Replication = "normal"
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True):

@@ -7,10 +7,20 @@ engine's pages read only. Neither can damage the other. End of file is death.
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from segue_core.geometry import Geometry
-from segue_core.messages.status import Exact
+from segue_core.messages.status import MAX_RANKS, Exact
+
+Notice = Literal["before", "after"]
+"""When an engine tells of a step. before: no block is overwritten unannounced. after: between two steps it
+says what holds then; a copy of its memory is good if it still says so after the copy was complete."""
+
+
+MAX_DETAIL_CHARS = 4096
+"""What an engine says of itself is repeated with each heartbeat to the router."""
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
@@ -18,17 +28,22 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
 
     `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable. `defaults` are sampling
     parameters that the engine sets where a request does not. `exact` and `exact_detail`: see EngineStatus.
+    `rank` of `ranks`: which part of the engine this worker is; each part has a daemon of its own.
+    `notice`: when it tells of a step.
     """
 
     version: int
-    engine: str
+    engine: Annotated[str, msgspec.Meta(max_length=256)]
     incarnation: int
-    model: str
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
     fingerprint: bytes
     geometry: Geometry
-    defaults: dict[str, float] = {}
-    exact: tuple[Exact, ...] = ()
-    exact_detail: str = ""
+    defaults: Annotated[dict[str, float], msgspec.Meta(max_length=64)] = {}
+    exact: Annotated[tuple[Exact, ...], msgspec.Meta(max_length=64)] = ()
+    exact_detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)] = ""
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)] = 0
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    notice: Notice = "before"
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
@@ -57,7 +72,7 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     """Scheduler to daemon: how much KV of `token_ids` (packed u32) is held here?
 
     `seq` and `epoch` are a hint where to look; the token ids decide. `computed` tokens are in the
-    engine already. `limit` caps the answer.
+    engine already. `limit` caps the answer. `rank` of `ranks`: whose KV; another rank's is none.
     """
 
     request: int
@@ -68,6 +83,8 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     token_ids: bytes
     computed: int
     limit: int
+    rank: int = 0
+    ranks: int = 1
 
 
 class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 MAX_SEQ_CHARS = 128
 PARAMS_KEY = "segue"
+Replication = Literal["off", "low", "normal", "high"]
+"""Whether a sequence's KV is copied to peers, and its share of the way there beside others."""
 
 
 class Delivered(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,6 +29,7 @@ class SegueParams(msgspec.Struct, frozen=True, omit_defaults=True):
     `delivered`, one entry a choice in the order of their indexes: the engine takes these ids as its own
     output and goes on after them, and its stream begins with all of them again. Empty: it starts from the
     beginning. `one_by_one`: its parsers are fed with them token by token, as they were the first time.
+    `replication`: as the client wants it; off: its KV stays here.
     """
 
     seq: str
@@ -32,6 +37,7 @@ class SegueParams(msgspec.Struct, frozen=True, omit_defaults=True):
     resume: bool = False
     delivered: list[Delivered] = []
     one_by_one: bool = False
+    replication: Replication = "normal"
 
 
 def choice_seq(seq: str, choice: int) -> str:

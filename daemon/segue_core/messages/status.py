@@ -5,9 +5,14 @@ Fields are only ever added. Ages and durations in milliseconds, sizes in bytes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+MAX_RANKS = 64
+"""Ranks of one engine, each with a daemon of its own."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 EngineState = Literal["running", "stalled", "dead", "absent"]
 """running: makes progress or is idle. stalled: has work and stands still. dead: its process ended.
@@ -24,7 +29,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     `progress_age_ms`: how long the engine has stood still although it has work (0 when idle).
     `generation_defaults`: sampling parameters that the engine sets where a request does not. `exact`: what
-    it can continue exactly; `exact_detail`: why not everything.
+    it can continue exactly; `exact_detail`: why not everything. `fenced`: of the `sequences`, those that go
+    on elsewhere, and are not replicated any more. `rank` of `ranks`: which part of the engine this daemon is
+    beside; the engine is what its daemons say together.
     """
 
     engine: str
@@ -33,9 +40,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     model: str = ""
     fingerprint: str = ""
     pid: int = 0
-    running: int = 0
+    running: Count = 0
     step: int = 0
-    progress_age_ms: int = 0
+    progress_age_ms: Count = 0
     sequences: int = 0
     journal_dropped: int = 0
     journal_broken: int = 0
@@ -44,13 +51,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
     generation_defaults: dict[str, float] = {}
     exact: tuple[Exact, ...] = ()
     exact_detail: str = ""
+    fenced: int = 0
+    rank: int = 0
+    ranks: int = 1
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
     """A link to a peer daemon: `lag_tokens` are computed here but not acked there; the oldest of them was
     computed `lag_ms` ago. `throttled_ms`: time that something was ready and the bandwidth budget was spent;
     `throttled_bytes`: bytes that were sent only after such a wait. `host`, `zone`: where it says that it
-    runs."""
+    runs. `lag_p50_ms`, `lag_p99_ms`: from commit to ack, of the last 512 acks.
+    `held_bytes`: copies that an engine without notice has yet to confirm."""
 
     peer: str
     address: str
@@ -69,6 +80,9 @@ class PeerStatus(msgspec.Struct, frozen=True):
     throttled_bytes: int = 0
     host: str = ""
     zone: str = ""
+    lag_p50_ms: float = 0.0
+    lag_p99_ms: float = 0.0
+    held_bytes: int = 0
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
@@ -76,6 +90,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     for replicas that are not here yet. `hits` and `misses` count full blocks that engines asked for.
     `evicted_*`: blocks of cache, and replicas given up as stale or while they were live. `corrupt` counts
     deltas with a wrong checksum and blocks that changed in memory; `poisoned_blocks` are the latter of them.
+    `own_replicas`: of the `replicas`, those kept for the engine of this host after it died.
     """
 
     budget_bytes: int
@@ -95,6 +110,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     evicted_live_replicas: int = 0
     poisoned_blocks: int = 0
     scrubbed_bytes: int = 0
+    own_replicas: int = 0
+    evicted_own_replicas: int = 0
 
 
 class CopiesStatus(msgspec.Struct, frozen=True):
@@ -105,6 +122,16 @@ class CopiesStatus(msgspec.Struct, frozen=True):
     placed: int = 0
     achieved: int = 0
     moves: int = 0
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    """The daemons of an engine of several ranks. `joined`: at rank 0, the other ranks that follow it now; at
+    another one, rank 0 if it follows. `detail`: why not all."""
+
+    rank: int = 0
+    ranks: int = 1
+    joined: tuple[int, ...] = ()
+    detail: str = ""
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
@@ -118,21 +145,25 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     peers: tuple[PeerStatus, ...]
     store: StoreStatus
     copies: CopiesStatus = CopiesStatus()
+    group: GroupStatus = GroupStatus()
 
 
 class SequenceStatus(msgspec.Struct, frozen=True):
     """`GET /v1/sequences/{seq}` of a daemon.
 
-    role owner: the engine here writes it (watermark: the best peer's). role replica: held for a peer.
+    role owner: the engine here writes it (watermark: the best peer's). role fenced: it goes on elsewhere
+    under `epoch`, whatever the engine here still computes. role replica: held for a peer, or for the engine
+    here after it died. role cached: it is over, and the KV of its first `watermark` tokens is still here;
+    nothing keeps it.
     """
 
     seq: str
-    role: Literal["owner", "replica"]
-    epoch: int
-    computed: int
-    known: int
-    watermark: int
-    bytes: int
+    role: Literal["owner", "fenced", "replica", "cached"]
+    epoch: Count
+    computed: Count
+    known: Count
+    watermark: Count
+    bytes: Count
     peers: dict[str, int] = {}
 
 
@@ -158,7 +189,7 @@ class Promoted(msgspec.Struct, frozen=True):
 
     seq: str
     epoch: int
-    watermark: int
+    watermark: Count
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -20,7 +20,17 @@ from segue_core.framing import decode, encode_frame, send_with_fds
 from segue_core.geometry import Geometry, Region
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Refused, Register, ToEngine
-from segue_core.messages.peer import BULK_HEADER, BulkHello, Control, Delta, Hello, Part, PartKind, Welcome
+from segue_core.messages.peer import (
+    BULK_HEADER,
+    BulkHello,
+    Control,
+    Delta,
+    Hello,
+    Part,
+    PartKind,
+    Welcome,
+    bulk_head,
+)
 from segue_core.ring import HEADER_BYTES, Ring
 from segue_core.shared_memory import seal_size, sealable_memory
 from segue_shim.match_client import MatchClient
@@ -49,7 +59,7 @@ def test_peoples_mistakes_get_one_clear_line_and_no_traceback(pair: DaemonSet) -
     a = pair["a"].config
     other = {**a, "name": "c", "http": {"port": 0}, "listen": {"control_port": 0}, "peers": []}
     cases = [
-        ({**other, "socket": str(pair.folder / "none" / "x.sock")}, 1, ["does not exist", "mkdir"]),
+        ({**other, "socket": str(pair.folder / "none" / "none" / "x.sock")}, 1, ["does not exist", "mkdir"]),
         ({**other}, 1, ["another segue-daemon listens on"]),
         ({**other, "socket": str(pair.folder / "c.sock"), "listen": a["listen"]}, 1, ["already in use"]),
         ({**other, "socket": str(pair.folder / "c.sock"), "http": a["http"]}, 1, ["already in use"]),
@@ -247,14 +257,12 @@ def test_garbage_from_a_peer_changes_nothing(pair: DaemonSet) -> None:
     wire = msgspec.msgpack.encode
     for make in (
         lambda _: rng.randbytes(300),
-        lambda _: BULK_HEADER.pack(1 << 30, 1) + b"x",
-        lambda _: BULK_HEADER.pack(1 << 16, 0) + bytes(1 << 16),
+        lambda _: BULK_HEADER.pack(1 << 30, 1, 0) + b"x",
+        lambda _: bulk_head(bytes(1 << 16), 0) + bytes(1 << 16),
         lambda welcome: bulk(wire(BulkHello(5, welcome.ticket + 1))),
         lambda _: bulk(wire(delta), bytes(1024)),
         lambda welcome: (
-            bulk(wire(BulkHello(5, welcome.ticket)))
-            + BULK_HEADER.pack(len(wire(delta)), 1 << 50)
-            + wire(delta)
+            bulk(wire(BulkHello(5, welcome.ticket))) + bulk_head(wire(delta), 1 << 50) + wire(delta)
         ),
         lambda welcome: bulk(wire(BulkHello(5, welcome.ticket))) + bulk(wire(delta), bytes(1024)),
     ):
@@ -273,7 +281,7 @@ def test_garbage_from_a_peer_changes_nothing(pair: DaemonSet) -> None:
 
 
 def bulk(header: bytes, payload: bytes = b"") -> bytes:
-    return BULK_HEADER.pack(len(header), len(payload)) + header + payload
+    return bulk_head(header, len(payload)) + header + payload
 
 
 def test_http_garbage_gets_a_4xx(pair: DaemonSet) -> None:

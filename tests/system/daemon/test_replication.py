@@ -93,9 +93,26 @@ def test_a_fenced_writer_changes_nothing(pair: DaemonSet) -> None:
         a.step()
     wait_for(lambda: pair["b"].status()["store"]["refused"] > 0, "a late delta is refused")
     assert pair["b"].watermark("s") == 20
+    wait_for(lambda: pair["a"].get("/v1/sequences/s")[1]["role"] == "fenced", "the old daemon says so")
+    assert pair["a"].get("/v1/sequences/s")[1]["epoch"] == 5
     status, body = pair["b"].get("/v1/sequences/s/promote", {"epoch": 5})
     assert status == 409 and "epoch 5" in body["error"]
     a.close()
+
+
+def test_a_writer_that_holds_the_new_writers_replica_knows_that_it_is_fenced(pair: DaemonSet) -> None:
+    """Nobody needs to tell it: what arrives for the sequence has a higher epoch than its own engine's."""
+    a, b = engine(pair, "a"), engine(pair, "b")
+    a.start("s", list(range(20)))
+    a.step()
+    wait_for(lambda: pair["b"].watermark("s") == 20, "replicated")
+    assert b.resume("s", list(range(21)), 2) == 20
+    b.step()
+    wait_for(lambda: pair["a"].status()["engine"]["fenced"] == 1, "fenced")
+    body = pair["a"].get("/v1/sequences/s")[1]
+    assert (body["role"], body["epoch"], body["watermark"]) == ("replica", 2, 21)
+    a.close()
+    b.close()
 
 
 def test_the_epoch_of_a_new_writer_replaces_the_old_replica(pair: DaemonSet) -> None:
@@ -336,3 +353,23 @@ def test_a_fenced_sequence_leaves_nothing_behind(pair: DaemonSet) -> None:
     wait_for(lambda: pair["a"].status()["engine"]["sequences"] == 0, "forgotten at a")
     wait_for(lambda: pair["b"].status()["store"]["replicas"] == 0, "freed at b")
     a.close()
+
+
+def test_what_its_client_keeps_back_never_leaves_the_engine(pair: DaemonSet) -> None:
+    """`off`: the daemon follows it, and can be asked how far it is, but no peer gets any of it, also not when
+    the engine dies; whoever goes on with it computes everything."""
+    a, b = engine(pair, "a"), engine(pair, "b")
+    kept = a.start("kept", list(range(100)), replication="off")
+    a.start("copied", list(range(1000, 1100)))
+    a.step()
+    kept.ids.append(7)
+    a.step()
+    wait_for(lambda: pair["b"].watermark("copied") == 100, "the other one arrives")
+    wait_for(lambda: pair["a"].get("/v1/sequences/kept")[1]["computed"] == 101, "it is followed")
+    assert pair["a"].get("/v1/sequences/kept")[1]["watermark"] == 0
+    copies = pair["a"].status()["copies"]
+    assert (copies["wanted"], copies["placed"], copies["achieved"]) == (1, 1, 1)
+    assert b.resume("kept", [*kept.ids, 1], 2) == 0
+    assert pair["b"].get("/v1/sequences/kept")[0] == 404
+    a.close()
+    b.close()

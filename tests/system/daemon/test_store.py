@@ -86,6 +86,9 @@ def test_the_next_turn_elsewhere_computes_only_what_is_new(trio: DaemonSet) -> N
     a.finish("turn-1")
     a.step()
     wait_for(lambda: trio["b"].watermark("turn-1") == -1, "the first turn is over")
+    status, left = trio["b"].get("/v1/sequences/turn-1")
+    assert (status, left["role"], left["watermark"]) == (200, "cached", 800)
+    assert trio["c"].get("/v1/sequences/turn-1")[0] == 404
     a.close()
     assert b.resume("turn-2", [*turn, 1, 2, 3], 1) == 800
     b.step()

@@ -10,14 +10,12 @@ from collections.abc import AsyncIterator
 import msgspec
 import numpy as np
 import pytest
-import xxhash
 import zmq
 import zmq.asyncio
 
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
-    BULK_HEADER,
     BulkHello,
     Control,
     Delta,
@@ -29,8 +27,10 @@ from segue_core.messages.peer import (
     PartKind,
     Ping,
     Welcome,
+    bulk_head,
 )
 from segue_daemon import receiver as module
+from segue_daemon.deltas import checksum_of_payload
 from segue_daemon.receiver import Receiver
 from segue_daemon.settings import DaemonSettings, ListenSettings, TimeoutSettings
 from segue_daemon.store import ReplicaStore
@@ -64,7 +64,7 @@ class Peer:
 
     async def ship(self) -> None:
         part = Part(0, PartKind.WHOLE, b"", 64)
-        checksum = xxhash.xxh3_64_intdigest(PAYLOAD)
+        checksum = checksum_of_payload((part,), PAYLOAD)
         delta = Delta(1, "s", 1, 7, b"f" * 16, b"", 4, 64, 0, bytes(8), (part,), checksum)
         await send_bulk(self.socket, delta, memoryview(PAYLOAD))
         await asyncio.wait_for(self.control.recv(), 5)
@@ -204,7 +204,7 @@ async def test_a_writer_that_never_pauses_lets_others_run(stage: Stage) -> None:
 
     stage.store.end = slowly  # type: ignore[method-assign]
     message = msgspec.msgpack.encode(End("nobody", 1, 7))
-    frames = (BULK_HEADER.pack(len(message), 0) + message) * 300
+    frames = (bulk_head(message, 0) + message) * 300
     await asyncio.get_running_loop().sock_sendall(peer.socket, frames)
     longest = 0.0
     while heard < 300:

@@ -25,6 +25,7 @@ class FakeDaemon:
         self.epochs: dict[str, int] = {}
         self.promoted: list[tuple[str, PromoteRequest]] = []
         self.fenced: list[tuple[str, int]] = []
+        self.asked: list[str] = []
         self.watched = asyncio.Event()
         self._changed = asyncio.Event()
         self.port = 0
@@ -70,6 +71,7 @@ class FakeDaemon:
                 continue
 
     async def _sequence(self, http: web.Request) -> web.Response:
+        self.asked.append(http.match_info["seq"])
         if self.says_of is not None:
             said = msgspec.json.encode(self.says_of(http.match_info["seq"]))
             return web.Response(body=said, content_type="application/json")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -36,10 +37,11 @@ FAST = {
 }
 
 
-def session_of(name: str, names: str = "ab") -> str:
-    """A session whose home is engine `name` of `names`."""
+def session_of(name: str, names: str = "ab", number: int = 0) -> str:
+    """A session whose home is engine `name` of `names`; another one for each `number`."""
     engines = [Candidate(each) for each in names]
-    return next(key for key in map(str, range(100)) if rank_new(engines, f"session:{key}")[0] == name)
+    homes = (key for key in map(str, range(100)) if rank_new(engines, f"session:{key}")[0] == name)
+    return next(islice(homes, number, None))
 
 
 async def eventually(condition: Callable[[], Any], what: str) -> None:
@@ -170,13 +172,17 @@ class Stage:
         daemons: list[FakeDaemon] | None = None,
         *,
         engine: dict[str, Any] | None = None,
+        each: list[dict[str, Any]] | None = None,
         **settings: Any,
     ) -> Client:
-        """A router before `engines`, whose health it has seen. `engine`: more keys for each of them."""
+        """A router before `engines`, whose health it has seen. `engine`: more keys for all of them, `each`:
+        for one after the other."""
         names = "abcdefgh"
         entries: list[dict[str, Any]] = []
         for index, fake in enumerate(engines):
             entry: dict[str, Any] = {"name": names[index], "url": fake.url} | (engine or {})
+            if each:
+                entry |= each[index]
             if daemons:
                 entry["daemon"] = daemons[index].url
             entries.append(entry)

@@ -73,7 +73,10 @@ async def test_a_drained_engine_loses_no_answer_and_gets_no_new_one(stage: Stage
     assert 'segue_router_engine_draining{engine="a"} 1.0' in await client.metrics()
     async with client.session.post(f"{client.url}/undrain?engine=a") as response:
         assert (await response.json())["draining"] is False
-    assert_uninterrupted(await client.ask(COMPLETIONS, body, x_session_id=session_of("a")), COMPLETIONS, body)
+    await client.ask(COMPLETIONS, body, x_session_id=session_of("a"))
+    assert len(engines[0].seen) == 3, "what went on elsewhere stays where its last turn is"
+    other = session_of("a", number=1)
+    assert_uninterrupted(await client.ask(COMPLETIONS, body, x_session_id=other), COMPLETIONS, body)
     assert len(engines[0].seen) == 4
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from segue_core.messages.status import Exact
+from segue_router.engine import Engine
+from segue_router.resume import Progress
 from segue_router.takeover import Takeover
 from system.router.exact_engine import ExactEngine
 from system.router.fake_daemon import FakeDaemon
@@ -191,6 +193,58 @@ async def test_without_the_ability_it_is_refused(
     assert not answer.done
     assert answer.error is not None
     assert answer.error["code"] == f"cannot_resume_{reason}"
+
+
+async def test_an_answer_waits_for_a_daemon_that_was_just_started_again(stage: Stage) -> None:
+    """Both daemons were killed, and know of no engine yet, when the answer's engine dies: what the other one
+    could do before it can do again, so the answer waits for it instead of ending in an error."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    for engine in engines:
+        engine.token_s = 0.05
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    body = question(PATHS[0], temperature=1, seed=3)
+    asked = asyncio.create_task(router.ask(PATHS[0], body))
+    known = router.context.registry.engines
+    await eventually(lambda: any(e.seen and e.seen[0].sent_tokens > 5 for e in engines), "it has begun")
+    first = next(index for index, engine in enumerate(engines) if engine.seen)
+    for daemon in daemons:
+        daemon.say(state="absent", exact=())
+    await eventually(lambda: all(e.health.daemon_state == "absent" for e in known), "the router heard it")
+    await engines[first].kill()
+    await eventually(lambda: router.context.metrics.failovers_total, "the answer broke")
+    daemons[1 - first].say(state="running", exact=ALL)
+    answer = await asked
+    _, output, _ = generate(PATHS[0], body)
+    assert (answer.done, answer.text) == (True, text_of(output))
+
+
+async def test_the_daemon_of_the_next_engine_may_be_started_again_just_then(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the choice of an engine and the request to it its daemon is killed: for a moment nobody is
+    known to be able to go on, and the answer waits for it."""
+    engines, daemons = await able(stage, [ALL, ALL])
+    router = await stage.router(engines, daemons, failover=ELSEWHERE)
+    promote = Takeover.promote
+    restarted: list[str] = []
+
+    async def and_restart(self: Takeover, engine: Engine, progress: Progress) -> None:
+        await promote(self, engine, progress)
+        if restarted:
+            return
+        restarted.append(engine.name)
+        daemon = daemons["ab".index(engine.name)]
+        daemon.say(state="absent", exact=())
+        await eventually(lambda: engine.health.daemon_state == "absent", "the router heard it")
+        asyncio.get_running_loop().call_later(0.1, lambda: daemon.say(state="running", exact=ALL))
+
+    monkeypatch.setattr(Takeover, "promote", and_restart)
+    stage.faults.append(Fault("die", after=10))
+    body = question(PATHS[0], temperature=1, seed=3)
+    answer = await router.ask(PATHS[0], body)
+    _, output, _ = generate(PATHS[0], body)
+    assert restarted
+    assert (answer.done, answer.text) == (True, text_of(output))
 
 
 async def test_an_engine_that_says_something_else_is_not_believed(stage: Stage) -> None:

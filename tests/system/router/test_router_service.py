@@ -354,14 +354,15 @@ async def test_check_and_environment(tmp_path: Path) -> None:
 
 
 async def test_listening_beyond_this_host_is_warned_about(tmp_path: Path) -> None:
-    """There is no authentication yet: whoever opens the router to a network reads it in the log."""
+    """Without a token that takes `security.insecure`, and is in the log."""
     config = tmp_path / "router.yaml"
-    config.write_text("listen: {host: 0.0.0.0, port: 0}\nengines: [{name: a, url: 'http://127.0.0.1:1'}]")
+    listen = "listen: {host: 0.0.0.0, port: 0}\nengines: [{name: a, url: 'http://127.0.0.1:1'}]"
+    config.write_text(f"{listen}\nsecurity: {{insecure: true}}")
     process, _ = await start_process(config)
     process.terminate()
     async with asyncio.timeout(DEADLINE_S):
         stdout, stderr = await process.communicate()
-    assert b"without encryption or authentication" in stdout + stderr
+    assert b"open to other hosts without protection" in stdout + stderr
     assert process.returncode == 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from segue_core.messages.status import (
+    CopiesStatus,
     DaemonStatus,
     EngineStatus,
     PeerStatus,
@@ -93,6 +94,54 @@ def test_ready_processes_are_shown_and_give_status_0(
     out = capsys.readouterr().out
     assert "router http://127.0.0.1" in out and "daemon a http://127.0.0.1" in out
     assert "LAG TOKENS" in out and "replicas" in out and "\x1b" not in out
+
+
+def test_a_daemon_shows_how_well_it_protects_in_a_terminals_width(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lag, copies, room, what was given up and fenced, and where each peer is; long names do not break the
+    table, and a link that is down says why."""
+    peers = (
+        PeerStatus(
+            "p" * 64,
+            "10.11.12.13:7202",
+            True,
+            sequences=20_000,
+            lag_tokens=123_456,
+            lag_ms=98_765.4,
+            lag_p99_ms=4321.0,
+            throttled_ms=65_000,
+            sent_bytes=1 << 45,
+            free_bytes=1 << 40,
+            host="h" * 64,
+            zone="z" * 64,
+        ),
+        PeerStatus("c", "127.0.0.1:7203", False, detail="no answer in time", host="host-c", zone="rack-1"),
+    )
+    body = msgspec.structs.replace(
+        daemon(),
+        peers=peers,
+        engine=EngineStatus("a", "running", pid=42, sequences=3, fenced=1),
+        store=StoreStatus(
+            1 << 30, 1 << 20, 0, 2, 0, 0, own_replicas=1, room_bytes=5 << 20, poisoned_blocks=7
+        ),
+        copies=CopiesStatus(wanted=3, placed=3, achieved=2),
+    )
+    assert main(["status", serve(body)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 120, out
+    for said in (
+        "3, of which 1 fenced",
+        "wanted 3, achieved 2",
+        "2 (1 of this host's engine)",
+        "room 5.0 MiB",
+        "poisoned 7",
+    ):
+        assert said in out, out
+    assert all(
+        said in out for said in ("123456", "98765.4", "4321.0", "65.0", "host-c/rack-1", "pppp…", "hhh…")
+    )
+    assert "c (127.0.0.1:7203): no answer in time" in out
 
 
 @pytest.mark.parametrize("body", [router(ready=False), daemon(ready=False)])

@@ -270,7 +270,10 @@ def delta(**changes: Any) -> Delta:
         {"parts": (Part(0, PartKind.WHOLE, b"", 64), Part(1, PartKind.WHOLE, b"", 64))},
         {"parts": (Part(1, PartKind.WHOLE, b"", 64), Part(0, PartKind.WHOLE, b"", 64))},
         {"token_ids": ids(2), "parts": (Part(0, PartKind.WHOLE, b"", 63),)},
-        {"token_ids": ids(2), "parts": (Part(0, PartKind.WORDS, b"", 12, 1),)},
+        {"token_ids": ids(2), "parts": (Part(0, PartKind.ITEMS, b"", 7, 1, 1),)},
+        {"token_ids": ids(2), "parts": (Part(0, PartKind.ITEMS, b"", 12, 1, 3),)},
+        {"token_ids": ids(2), "parts": (Part(0, PartKind.ITEMS, b"", 12, 1, 0),)},
+        {"token_ids": ids(2), "parts": (Part(0, PartKind.ITEMS, b"", 129, 1, 1),)},
         {"token_ids": ids(2), "parts": (Part(0, PartKind.KEY, b"", 0),)},
     ],
 )
@@ -284,15 +287,23 @@ def test_a_delta_that_contradicts_itself_changes_nothing(changes: dict[str, Any]
 
 
 @given(
-    st.binary(min_size=24, max_size=24), st.sampled_from([PartKind.WORDS, PartKind.RUNS]), st.integers(0, 3)
+    st.one_of(
+        st.binary(min_size=24, max_size=24),
+        st.lists(st.sampled_from([0, 1, 2, 8, 64, 65, 2**31, 2**32 - 1]), min_size=6, max_size=6).map(
+            lambda numbers: array("I", numbers).tobytes()
+        ),
+    ),
+    st.sampled_from([(PartKind.RUNS, 0), *((PartKind.ITEMS, size) for size in (1, 2, 4, 8))]),
+    st.integers(0, 3),
 )
-def test_a_change_outside_its_block_is_refused(junk: bytes, kind: PartKind, count: int) -> None:
+def test_a_change_outside_its_block_is_refused(junk: bytes, kind: tuple[PartKind, int], count: int) -> None:
     """Nothing that arrives can write outside the block it belongs to."""
     memory = np.zeros(1 << 12, np.uint8)
     store = ReplicaStore(memory, lease_ns=1)
     first = delta(token_ids=ids(2), parts=(Part(0, PartKind.WHOLE, b"", 64),))
     assert receive(store, first, bytes(64)) == 2
-    change = delta(base=2, token_ids=ids(3)[8:], parts=(Part(0, kind, b"", len(junk), count),))
+    part = Part(0, kind[0], b"", len(junk), count, kind[1])
+    change = delta(base=2, token_ids=ids(3)[8:], parts=(part,))
     outcome = receive(store, change, junk)
     block = store.replicas["s"].blocks[0]
     memory[block.offset : block.offset + 64] = 0
@@ -306,13 +317,9 @@ def test_a_pinned_tail_does_not_change_while_it_is_loaded() -> None:
     store = ReplicaStore(memory, lease_ns=10**9)
     receive(store, delta(token_ids=ids(2), parts=(Part(0, PartKind.WHOLE, b"", 64),)), b"\1" * 64)
     found = store.match(Wanted(FINGERPRINT, b"", ids(3), SIZE, 64), seq="s", computed=0, limit=2, now_ns=0)
-    words = array("I", [0]).tobytes() + b"\2" * 8
-    assert (
-        receive(
-            store, delta(base=2, token_ids=ids(3)[8:], parts=(Part(0, PartKind.WORDS, b"", 12, 1),)), words
-        )
-        == 3
-    )
+    change = Part(0, PartKind.ITEMS, b"", 16, 1, 8)
+    first_item = array("I", [1, 1]).tobytes() + b"\2" * 8
+    assert receive(store, delta(base=2, token_ids=ids(3)[8:], parts=(change,)), first_item) == 3
     assert (memory[found.offsets[0] : found.offsets[0] + 64] == 1).all()
     store.release(found.lease)
     again = store.match(Wanted(FINGERPRINT, b"", ids(3), SIZE, 64), seq="s", computed=0, limit=3, now_ns=0)
@@ -444,14 +451,14 @@ def test_after_a_rewind_a_tail_goes_whole_until_the_peer_has_confirmed_one() -> 
         assert ready is not None
         return ready.delta.parts[-1].kind
 
-    assert [kind_of(1, 9), kind_of(2)] == [PartKind.WHOLE, PartKind.WORDS]
+    assert [kind_of(1, 9), kind_of(2)] == [PartKind.WHOLE, PartKind.ITEMS]
     shipment.nacked(Nack(2, "s", 1, 9, NackReason.GAP, 0))
     assert kind_of(3) == PartKind.WHOLE
     shipment.acked(Ack(2, "s", 1, 10, 0))
     assert kind_of(4) == PartKind.WHOLE, "the peer took the delta from before the rewind"
     assert kind_of(5) == PartKind.WHOLE
     shipment.acked(Ack(5, "s", 1, 13, 0))
-    assert [kind_of(6), kind_of(7)] == [PartKind.WHOLE, PartKind.WORDS]
+    assert [kind_of(6), kind_of(7)] == [PartKind.WHOLE, PartKind.ITEMS]
     engine.close()
 
 

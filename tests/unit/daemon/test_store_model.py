@@ -226,6 +226,14 @@ class StoreMachine(RuleBasedStateMachine):
         keys = [b.key for b in taken.values() if b.key]
         assert len(keys) == len(set(keys)), "one key names two blocks"
 
+    @rule(seq=SEQS)
+    def what_is_left_of_an_ended_sequence_is_there(self, seq: str) -> None:
+        left = self.store.remains(seq)
+        if left is not None:
+            assert seq not in self.store.replicas and left.tokens % SIZE == 0
+            for key in chain(root_key(FINGERPRINT, b""), ids_of(seq, left.tokens), SIZE):
+                assert self.store._pool.find(key, BLOCK) is not None
+
     @invariant()
     def a_watermark_is_whole_and_its_writer_knows_it(self) -> None:
         for seq, replica in self.store.replicas.items():

@@ -12,6 +12,7 @@ import pytest
 
 from segue_core.messages.status import DrainProgress
 from segue_router.context import Context
+from segue_router.conversations import Conversations
 from segue_router.drain import Drains, Roll
 from segue_router.engine import Engine
 from segue_router.engines import Registry
@@ -69,7 +70,7 @@ async def context() -> AsyncIterator[Context]:
     settings = msgspec.convert(tree, RouterSettings)
     async with aiohttp.ClientSession() as session:
         registry = Registry(settings, session)
-        yield Context(settings, registry, session, session, Metrics(), Stories(1))
+        yield Context(settings, registry, session, session, Metrics(), Stories(1), Conversations(1))
 
 
 @pytest.fixture

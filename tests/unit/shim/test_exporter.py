@@ -14,7 +14,7 @@ from segue_core.messages.journal import Begin, SequenceBegin, SequenceUpdate
 from segue_core.messages.local import Fenced, Matched, Refused
 from segue_core.ring import Word
 from segue_shim.exporter import Exporter
-from segue_shim.plan import Load, StepPlan, pack_u32
+from segue_shim.plan import Load, Source, StepPlan, pack_u32
 from support.daemon_stub import DaemonStub, ids, wait_until
 from support.kv_pages import BLOCK_SIZE, BLOCKS, FAST, kv_tensors
 
@@ -253,8 +253,8 @@ def test_a_fenced_sequence_falls_silent(exporter: Exporter, stub: DaemonStub) ->
 
 def load_of(stub: DaemonStub, **changes: int) -> Load:
     far = MonotonicClock().now_ns() + 10**10
-    known = {"daemon": stub.incarnation, "lease": 3, "deadline_ns": far, "tokens": 8} | changes
-    return Load(block_ids=(2, 5), extents=(0, 4096), **known)
+    known = {"daemon": stub.incarnation, "lease": 3, "deadline_ns": far} | changes
+    return Load(8, (2, 5), (Source(extents=(0, 4096), **known),))
 
 
 def test_a_replica_is_loaded_into_the_pages(exporter: Exporter, stub: DaemonStub) -> None:

@@ -139,6 +139,16 @@ def test_failed_blocks_hold_back_every_sequence_that_has_them() -> None:
     assert record is not None and record.computed == (("other", 8),)
 
 
+def test_what_may_have_been_in_vain_is_claimed_by_the_next_step_only() -> None:
+    """Another rank may have failed to load its part of these blocks; if not, nothing is lost."""
+    table = LiveTable()
+    table.begin(StepPlan(begun=(start("s"), start("other", block=9))), 1, PLENTY)
+    record = table.commit(StepPlan(computed=(("s", 8), ("other", 8))), 1, unsure_blocks=(2,))
+    assert record is not None and record.computed == (("other", 8),)
+    record = table.commit(StepPlan(computed=(("s", 9),)), 2)
+    assert record is not None and record.computed == (("s", 9),)
+
+
 @dataclass
 class Engine:
     """A made-up engine: random lives of sequences, never two owners of a block."""
@@ -260,3 +270,14 @@ def check(ledger: LedgerReader, engine: Engine, *, complete: bool, current: bool
     if complete:
         held = {seq for seq, known in ledger.sequences.items() if known.block_ids}
         assert held == set(engine.blocks)
+
+
+def test_a_clients_word_on_replication_is_said_in_every_announcement() -> None:
+    """Also when a daemon comes back: what was kept back must not leak then."""
+    table = LiveTable()
+    kept = msgspec.structs.replace(start("s"), replication="off")
+    first = table.begin(StepPlan(begun=(kept,), assigned=pack_u32([1, 2])), 1, PLENTY)
+    table.announce_all()
+    again = table.begin(StepPlan(), 2, PLENTY)
+    assert first is not None and again is not None
+    assert first.begun[0].replication == again.begun[0].replication == "off"
