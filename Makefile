@@ -19,7 +19,7 @@ REQUIREMENTS := deploy/requirements
 MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -qq --progress-bar off
 
-.PHONY: help setup test lint fmt sim demo wheel clean
+.PHONY: help setup test lint fmt sim fuzz demo wheel clean
 
 help: ## Show this list
 	@echo "Segue: when the engine dies, the answer goes on."
@@ -48,6 +48,10 @@ fmt: $(STAMPS)/project ## Format the code
 
 sim: $(STAMPS)/project ## Simulate replication: SEEDS=2000 many clusters, SEED=123 one of them with its trace
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200))
+
+fuzz: $(STAMPS)/project ## Feed hostile input: FRAMES=1000000 many, or TARGET=bulk SEED=1 WORLD=3 once more
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --seed $(or $(SEED),0) $(if $(FRAMES),--frames $(FRAMES)) \
+	  $(if $(TARGET),--target $(TARGET)) $(if $(WORLD),--world $(WORLD))
 
 demo: setup ## Kill an engine in the middle of an answer and watch it go on
 	@$(BIN)/seguectl demo $(ARGS)
