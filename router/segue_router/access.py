@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from segue_core.errors import ConfigError
 from segue_core.security import (
     CA_FILE,
     Opening,
@@ -21,6 +20,7 @@ from segue_core.security import (
     is_loopback,
     load_tokens,
     refuse_unprotected,
+    trust_in,
     unprotected,
 )
 from segue_router.settings import RouterSettings
@@ -62,16 +62,6 @@ def load_access(settings: RouterSettings) -> Access:
                 in_clear.append(url)
     openings = unprotected(addresses, {"token": bool(tokens)})
     refuse_unprotected(openings, settings.security)
-    trusted = _trust(Path(settings.security.dir) / CA_FILE) if secure and settings.security.dir else None
+    folder = settings.security.dir
+    trusted = trust_in(Path(folder) / CA_FILE, "security.dir") if secure and folder else None
     return Access(tokens, trusted, tuple(openings), tuple(in_clear))
-
-
-def _trust(ca: Path) -> ssl.SSLContext:
-    """Whoever the cluster's CA has signed: its certificates have daemons' names, not hosts'."""
-    try:
-        context = ssl.create_default_context(cafile=str(ca))
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"security.dir: cannot use {ca}: {error.strerror or error}") from error
-    context.check_hostname = False
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    return context

@@ -60,7 +60,7 @@ def make_app(context: Context, drains: Drains, tokens: Tokens) -> web.Applicatio
     app[CONTEXT] = context
     app[DRAINS] = drains
     for path in PATHS:
-        app.router.add_post(path, _generate)
+        app.router.add_post(path, _without_token(_generate, tokens))
     app.router.add_get("/v1/models", _models)
     app.router.add_get("/v1/segue/requests/{seq}", guarded(_story, tokens))
     app.router.add_get("/livez", _live)
@@ -70,8 +70,21 @@ def make_app(context: Context, drains: Drains, tokens: Tokens) -> web.Applicatio
     app.router.add_get("/metrics", guarded(_metrics, tokens))
     app.router.add_post("/drain", guarded(_drain, tokens))
     app.router.add_post("/undrain", guarded(_undrain, tokens))
-    app.router.add_route("*", "/{path:.*}", _pass)
+    app.router.add_route("*", "/{path:.*}", _without_token(_pass, tokens))
     return app
+
+
+def _without_token(handler: Handler, tokens: Tokens) -> Handler:
+    """`handler`, which passes headers on to an engine, but not for who shows the cluster's token: a slip in a
+    path or a method would tell it to the engine."""
+
+    async def checked(http: web.Request) -> web.StreamResponse:
+        if any(map(tokens.accepts, http.headers.getall("Authorization", ()))):
+            message = f"{http.method} {http.path} is an engine's affair, and the cluster's token is not"
+            raise ClientError(400, message, code="cluster_token")
+        return await handler(http)
+
+    return checked if tokens else handler
 
 
 @web.middleware

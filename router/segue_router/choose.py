@@ -23,6 +23,8 @@ LOAD_BYTES_PER_TOKEN = 400_000
 QUEUE_TOKENS = 64
 """What one running request on an engine costs a newcomer, in recomputed tokens."""
 CHARS_PER_ID = 4
+USER_CHARS = 1_024
+"""Of a user's name; it is hashed once an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Candidate:
 
 def rank_new(candidates: Sequence[Candidate], key: str) -> list[str]:
     """Best first, for a request that starts. `key`: what it should stay together with; empty: nothing."""
-    available = most_available(candidates)
+    available = _most_available(candidates)
     ceiling = _ceiling(available)
 
     def order(candidate: Candidate) -> tuple[bool, int, int]:
@@ -60,15 +62,28 @@ def home_of(names: Sequence[str], key: str) -> str:
 def at_writer(candidates: Sequence[Candidate], key: str) -> str | None:
     """The engine that has the conversation in its own cache, if nothing that daemons could say matters: it is
     its home and not overloaded, or nobody has less to do."""
-    available = most_available(candidates)
-    home, least = rank_new(available, key)[:1], min((each.active for each in available), default=0)
-    return next((c.name for c in available if c.wrote and (c.active <= least or c.name in home)), None)
+    available = _most_available(candidates)
+    writer = next((each for each in available if each.wrote), None)
+    if writer is None:
+        return None
+    if writer.active <= min(each.active for each in available) or rank_new(available, key)[0] == writer.name:
+        return writer.name
+    return None
+
+
+def worth_asking(candidates: Sequence[Candidate]) -> list[str]:
+    """The engines whose daemons could decide where the next turn goes: whoever has as much to do as the one
+    that has the conversation in its own cache is no cheaper than that."""
+    available = _most_available(candidates)
+    limit = min((each.active for each in available if each.wrote), default=None)
+    found = [each.name for each in available if limit is None or each.active < limit]
+    return found if len(available) > 1 else []
 
 
 def rank_for_turn(candidates: Sequence[Candidate], key: str, *, tokens: int, fingerprint: str) -> list[str]:
     """Best first, for the next turn of a conversation of `tokens` tokens: what is cheapest among those that
     are not overloaded; where nothing decides, as `rank_new`. `fingerprint`: of its KV."""
-    available = most_available(candidates)
+    available = _most_available(candidates)
     ceiling = _ceiling(available)
 
     def order(candidate: Candidate) -> tuple[bool, float, int, int]:
@@ -85,7 +100,7 @@ def rank_for_resume(candidates: Sequence[Candidate], *, tokens: int, fingerprint
     def order(candidate: Candidate) -> tuple[float, int, str]:
         return _cost(candidate, tokens, fingerprint), candidate.active, candidate.name
 
-    return [candidate.name for candidate in sorted(most_available(candidates), key=order)]
+    return [candidate.name for candidate in sorted(_most_available(candidates), key=order)]
 
 
 def _cost(candidate: Candidate, tokens: int, fingerprint: str) -> float:
@@ -104,7 +119,7 @@ def _ceiling(candidates: Sequence[Candidate]) -> int:
     return min((each.active for each in candidates), default=0) * OVERLOAD_FACTOR + OVERLOAD_SLACK
 
 
-def most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _most_available(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those in the best state there is. All down is suspicious of the observer: then all are tried."""
     for state in ("up", "suspect", "down"):
         found = [candidate for candidate in candidates if candidate.state == state]
@@ -125,7 +140,7 @@ def affinity_key(request: GenerationRequest, session: str | None, prefix_chars: 
         return f"session:{session}"
     user = request.body.get("user")
     if isinstance(user, str) and user:
-        return f"user:{user}"
+        return f"user:{user[:USER_CHARS]}"
     if not prefix_chars:
         return ""
     return "prefix:" + _prompt_start(request.body, prefix_chars)

@@ -27,7 +27,7 @@ class Running(Protocol):
         ...
 
     def is_on(self, engine: Engine) -> bool:
-        """Whether it waits for an answer of `engine`."""
+        """Whether it waits for an answer of `engine`, or is on its way there."""
         ...
 
     async def move_away(self, engine: Engine) -> bool:

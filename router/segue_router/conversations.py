@@ -39,9 +39,9 @@ class Conversations:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._last: OrderedDict[str | bytes, Last] = OrderedDict()
+        self._last: OrderedDict[bytes, Last] = OrderedDict()
 
-    def find(self, names: Sequence[str | bytes]) -> Last | None:
+    def find(self, names: Sequence[bytes]) -> Last | None:
         """The first of `names` that is known."""
         for name in names:
             last = self._last.get(name)
@@ -50,7 +50,7 @@ class Conversations:
                 return last
         return None
 
-    def note(self, name: str | bytes, last: Last) -> None:
+    def note(self, name: bytes, last: Last) -> None:
         """The conversation was there last."""
         self._last[name] = last
         self._last.move_to_end(name)
@@ -61,17 +61,21 @@ class Conversations:
         return len(self._last)
 
 
-def names_of(request: GenerationRequest, key: str) -> tuple[str | bytes, ...]:
+def names_of(request: GenerationRequest, key: str) -> tuple[bytes, ...]:
     """What the conversation may be known as, best first; the first is its name after this turn.
 
-    `key`: its affinity (empty: it has none, and no name either).
+    `key`: its affinity (empty: it has none, and no name either). Names are digests: a client's own may be as
+    long as a request.
     """
+    if not key:
+        return ()
     messages = request.body.get("messages")
-    if not key or key.startswith("session:") or not isinstance(messages, list) or not messages:
-        return (f"{request.model}\0{key}",) if key else ()
     digest = xxhash.xxh3_128()  # of no use to whoever makes two collide: it is a hint
     digest.update(msgspec.json.encode([request.model, request.body.get("cache_salt")]))
-    names: list[str | bytes] = []
+    if key.startswith("session:") or not isinstance(messages, list) or not messages:
+        digest.update(key.encode(errors="surrogatepass"))
+        return (digest.digest(),)
+    names: list[bytes] = []
     for position, message in enumerate(messages):
         digest.update(b"\0" + msgspec.json.encode(message))
         if position >= len(messages) - 1 - LOOK_BACK:

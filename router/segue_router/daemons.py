@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from segue_core.messages.status import EngineStatus, Promoted, PromoteRequest, SequenceStatus
-from segue_router.engine_client import MAX_ANSWER_BYTES, at_most
+from segue_router.engine_client import MAX_ANSWER_BYTES, UNREADABLE, at_most
 from segue_router.health import DAEMON_SILENCE_MS
 
 log = structlog.get_logger()
@@ -114,11 +114,14 @@ class HttpDaemon:
                 if response.status != 200:
                     self._complain(_refusal(response.status))
                     return
-                self._complaint = ""
-                while line := await response.content.readline():
-                    yield self._checked(msgspec.json.decode(line, type=EngineStatus))
+                while (line := await response.content.readline()).endswith(b"\n"):  # else it was cut
+                    status = self._checked(msgspec.json.decode(line, type=EngineStatus))
+                    self._complaint = ""
+                    yield status
         except aiohttp.ClientSSLError as error:
             self._complain(f"no TLS with it: {error}")
+        except UNREADABLE as error:
+            self._complain(f"it says what cannot be read: {error}; run one Segue release everywhere")
         except REACH:
             return
 

@@ -72,6 +72,7 @@ class Engine:
         self.client = EngineClient(control, self.url, key)
         self.models: Cards = {}
         self.attempts = Attempts()
+        self.expected: set[object] = set()
         self.draining = False
         self.progressed_ms = float("-inf")
         self.look = asyncio.Event()
@@ -133,6 +134,11 @@ class Engine:
         """What its KV bytes can be exchanged with; empty: unknown."""
         status = self.health.last_status
         return status.fingerprint if status else ""
+
+    @property
+    def load(self) -> int:
+        """Requests on it and on their way to it: when an engine fails, all of its choose at the same time."""
+        return len(self.attempts) + len(self.expected)
 
     def progressed(self, now: float) -> None:
         """One of its generations advanced."""

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from segue_router.errors import UpstreamFailure
+
 MAX_MODELS = 1_024
 MAX_ANSWER_BYTES = 4 << 20
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -93,7 +95,10 @@ class EngineClient:
     async def text_of(
         self, tokens: Sequence[int], model: str, headers: Mapping[str, str], timeout_ms: float
     ) -> str | None:
-        """The text of `tokens` by its tokenizer (vLLM's `/detokenize`); None: it does not say."""
+        """The text of `tokens` by its tokenizer (vLLM's `/detokenize`); None: it does not say.
+
+        Raises UpstreamFailure if nothing is heard of it.
+        """
         body: dict[str, Any] = {"tokens": list(tokens)}
         if model:
             body["model"] = model
@@ -107,10 +112,12 @@ class EngineClient:
                 if response.status != 200:
                     return None
                 raw = await at_most(response, MAX_ANSWER_BYTES)
-            found = msgspec.json.decode(raw, type=_Text)
-        except (*REACH, *UNREADABLE):
+        except REACH as error:
+            raise UpstreamFailure("connect", f"/detokenize: {type(error).__name__}: {error}") from error
+        try:
+            return msgspec.json.decode(raw, type=_Text).prompt
+        except UNREADABLE:
             return None
-        return found.prompt
 
 
 class _Text(msgspec.Struct):

@@ -1,9 +1,9 @@
 """One generation, from the client's request to the last byte of its answer, over as many engines as it takes.
 
 Owns the order of things: send, relay, and when an engine fails, or is drained: decide, choose, promote, send
-on (and fence, beside it). The decisions are made elsewhere (`resume`, `choose`, `health`). Invariants: what
-the client received is a prefix of one valid answer; a client that has left keeps no engine busy; what cannot
-be continued ends in one clear error and never in `[DONE]`.
+on (and fence, beside it). The decisions are made elsewhere (`resume`, `choose`, `health`), and `ending` has
+the last words. Invariants: what the client received is a prefix of one valid answer; a client that has left
+keeps no engine busy; what cannot be continued ends in one clear error and never in `[DONE]`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import asyncio
 import secrets
 from dataclasses import replace
 
-import msgspec
 import structlog
 from aiohttp import web
 
 from segue_core.messages.status import Exact as Ability
-from segue_router.assemble import response_object
 from segue_router.choose import affinity_key
 from segue_router.chronicle import Chronicle
 from segue_router.client import SEQ_HEADER, ClientStream, client_error_answer, request_headers
 from segue_router.context import Context
+from segue_router.ending import Ending
 from segue_router.engine import Engine
 from segue_router.errors import Cause, ClientError, UpstreamFailure
 from segue_router.exchange import Busy, EngineAnswer, Exchange, Rejected
@@ -73,6 +72,7 @@ class Generation:
         self._exchange = Exchange(
             context, request, self._seq, self._track, self._client, self._chronicle, self._headers
         )
+        self._ending = Ending(context, request, self._track, self._client, self._chronicle)
         opted_out = http.headers.get(FAILOVER_HEADER, "").lower() in ("off", "0", "false", "no")
         self._may_move = context.settings.failover.enabled and not opted_out
         self._moves = self._failures = 0
@@ -85,13 +85,15 @@ class Generation:
             self._exchange.attempt.doom("router_stopping", "the router is shutting down")
 
     def is_on(self, engine: Engine) -> bool:
-        """Whether it waits for an answer of `engine`."""
-        return self._exchange.attempt in engine.attempts
+        """Whether it waits for an answer of `engine`, or is on its way there."""
+        return self._exchange.attempt in engine.attempts or self._takeover in engine.expected
 
     async def move_away(self, engine: Engine) -> bool:
         """Give the present engine up on purpose, once another one has the KV of what was delivered."""
         attempt = self._exchange.attempt
-        if attempt is None or self._request.mode == "whole" or not self._may_move:
+        if attempt is None or attempt not in engine.attempts:  # it is on its way there still
+            return False
+        if self._request.mode == "whole" or not self._may_move:
             return False
         if isinstance(self._way_out(engine), (Exact, ByIds)):
             await self._takeover.caught_up(
@@ -106,7 +108,7 @@ class Generation:
         """How another engine, that is well now, would go on after `engine`; None: there is none."""
         progress = self._track.progress
         if progress.begun:
-            self._takeover.began_on(engine)
+            self._takeover.origin.began_on(engine)
         plan, needed = self._wherever(engine, progress)
         if progress.finish_reason is not None or isinstance(plan, (Finish, Refuse)):
             return None
@@ -134,6 +136,7 @@ class Generation:
             return self._client.response or web.Response(status=499)
         finally:
             self._exchange.let_go()
+            self._takeover.arrived()
             context.end(self)
             tokens = len(self._track.prompt_ids or ()) + self._track.delivered_tokens
             self._turn.over(self._seq, tokens)
@@ -143,29 +146,19 @@ class Generation:
     async def _serve(self) -> web.StreamResponse:
         engine = await self._takeover.first()
         if engine is None:
-            return await self._no_engine()
+            return await self._ending.no_engine()
         plan: Move = self._from_the_start(engine)
         while True:
             self._turn.at(engine)
+            self._takeover.arrived()
             try:
                 whole = await self._exchange.run(engine, plan)
-                return await self._complete() if whole is None else whole
+                return await self._ending.complete() if whole is None else whole
             except UpstreamFailure as failure:
                 step = await self._after(engine, failure)
             if isinstance(step, web.StreamResponse):
                 return step
             engine, plan = step
-
-    async def _complete(self) -> web.StreamResponse:
-        track = self._track
-        # Before the last byte: whoever has the answer may ask for its story.
-        self._chronicle.is_at(len(track.prompt_ids or ()), track.delivered_tokens)
-        self._chronicle.ends("ok")
-        if not self._request.stream:
-            body = msgspec.json.encode(response_object(self._request, track))
-            return self._client.answer(200, body, {"Content-Type": "application/json"})
-        await self._client.write(track.closing())
-        return await self._client.end()
 
     def _from_the_start(self, engine: Engine) -> Restart:
         """The whole request, with a seed of the router's own if `engine` can repeat random draws."""
@@ -173,7 +166,7 @@ class Generation:
         self._request = request
         takeover = self._takeover
         params = takeover.params(engine)
-        return Restart(request.path, request.engine_body(params, takeover.target(engine).model))
+        return Restart(request.path, request.engine_body(params, takeover.origin.target(engine).model))
 
     def _seeds(self, engine: Engine) -> bool:
         """Whether random draws have to be repeatable for another engine to go on with them."""
@@ -198,11 +191,11 @@ class Generation:
         if exchange.gained:
             self._patience_until_ms = None
         if failure.cause == "router_stopping" or self._context.cutting_off:
-            return await self._give_up(503, "the router is shutting down", code="router_stopping")
+            return await self._ending.stopping()
         progress = self._track.progress
         if isinstance(failure, Rejected):
-            if progress.client_has or self._known_finish():
-                return await self._refuse(failure.reason, failure)
+            if progress.client_has or self._ending.known:
+                return await self._ending.refuse(failure.reason, failure)
             takeover.next_epoch(engine)
             restart = self._from_the_start(engine)  # nobody has anything of the answer yet
             self._prepare(restart)
@@ -210,16 +203,16 @@ class Generation:
         self._note_failure(engine, failure)
         plan, needed = self._wherever(engine, progress)
         if isinstance(plan, Finish):
-            return await self._finish_from_known(plan)
+            return await self._ending.finish(plan)
         if isinstance(plan, Refuse) and plan.reason != "unknown_model_length":
-            return await self._refuse(plan.reason, failure)
+            return await self._ending.refuse(plan.reason, failure)
         takeover.must_continue(needed, self._request.needs if isinstance(plan, Exact) else needed)
         if progress.begun:
-            takeover.began_on(engine)
+            takeover.origin.began_on(engine)
         busy = isinstance(failure, Busy)
         counted = not busy and failure.cause not in UNCOUNTED
         if problem := self._no_more_moves(counted):
-            return await self._give_up(502, f"{problem}: {failure}", code=failure.cause)
+            return await self._ending.give_up(502, f"{problem}: {failure}", code=failure.cause)
         if not busy:
             takeover.next_epoch(engine)
         begun = progress.client_has or failure.cause == "drained" or counted or self._moves > 0
@@ -229,8 +222,14 @@ class Generation:
                 takeover.next(progress, patience_ms=patience_ms, begun=begun)
             )
             if following is None:
-                return await self._nobody(failure, begun=begun)
-            plan = await self._plan(following, progress)
+                return await self._ending.nobody(failure, self._busy_answer, begun=begun)
+            try:
+                plan = await self._plan(following, progress)
+            except UpstreamFailure as silent:
+                self._note_failure(following, silent)
+                if not patience_ms:
+                    return await self._ending.nobody(failure, self._busy_answer, begun=begun)
+                continue
             if not (isinstance(plan, Refuse) and needed and patience_ms):
                 break  # else its daemon was started again in between, and does not know its engine yet
         self._moves += counted
@@ -238,9 +237,9 @@ class Generation:
         if not busy:
             takeover.fence(engine, progress)
         if isinstance(plan, Refuse):
-            return await self._refuse(plan.reason, failure)
+            return await self._ending.refuse(plan.reason, failure)
         if isinstance(plan, Finish):
-            return await self._finish_from_known(plan)
+            return await self._ending.finish(plan)
         if not busy:
             self._note_move(engine, following, failure, plan, progress)
         self._prepare(plan)
@@ -263,7 +262,7 @@ class Generation:
         elif isinstance(plan, ByIds):
             self._track.next_engine("by_ids", given_back=plan.given_back)
         else:
-            self._takeover.starts_again()
+            self._takeover.origin.starts_again()
             self._track.next_engine("restart")
 
     def _note_failure(self, engine: Engine, failure: UpstreamFailure) -> None:
@@ -287,28 +286,27 @@ class Generation:
         takeover = self._takeover
         give_back = self._give_back(following, progress)
         if takeover.epoch > 1:  # somebody wrote before it, be it under an engine that has become busy since
-            _, count = await asyncio.gather(takeover.promote(following, progress), give_back)
+            promotion = takeover.promote(following, progress)
+            # Neither is left running when the other fails.
+            promoted, count = await asyncio.gather(promotion, give_back, return_exceptions=True)
+            if isinstance(promoted, BaseException):
+                raise promoted
+            if isinstance(count, BaseException):
+                raise count
         else:
             count = await give_back
         params = takeover.params(following)
-        plan = how_to_resume(self._request, progress, takeover.target(following, give_back=count), params)
+        plan = how_to_resume(
+            self._request, progress, takeover.origin.target(following, give_back=count), params
+        )
         return self._from_the_start(following) if isinstance(plan, Restart) else plan
 
     async def _give_back(self, following: Engine, progress: Progress) -> int | None:
         """Delivered ids without their text; matters only where it is continued by ids."""
-        target: Target = self._takeover.target(following)
+        target: Target = self._takeover.origin.target(following)
         if not exactly_not(self._request, progress, target):
             return 0
         return await self._takeover.give_back(following, progress, self._headers)
-
-    async def _nobody(self, failure: UpstreamFailure, *, begun: bool) -> web.StreamResponse:
-        """There is no engine to go on at."""
-        if self._context.cutting_off:
-            return await self._give_up(503, "the router is shutting down", code="router_stopping")
-        if self._busy_answer is not None and not self._client.started and not self._known_finish():
-            raise self._busy_answer
-        problem = "no other engine could take over in time" if begun else "no engine can be reached"
-        return await self._give_up(502 if begun else 503, f"{problem}: {failure}", code="no_engine_available")
 
     def _patience_left(self) -> float:
         """How long the client still waits for an engine; the time runs until it gets something new."""
@@ -327,48 +325,6 @@ class Generation:
         if self._failures > failover.max_moves + 2 * len(self._context.registry.engines):
             return "too many engines failed"
         return ""
-
-    async def _finish_from_known(self, plan: Finish) -> web.StreamResponse:
-        """Everything was there but the end: say it without an engine."""
-        self._context.metrics.resume("finish")
-        data = self._track.finish(plan.finish_reason)
-        if data:
-            await self._client.write(data)
-        return await self._complete()
-
-    def _known_finish(self) -> Finish | None:
-        """The end of an answer that only misses an engine's own count: no failure is one of the answer."""
-        progress = self._track.progress
-        if progress.finish_reason is None or not progress.closable:
-            return None
-        return Finish(progress.finish_reason)
-
-    async def _refuse(self, reason: str, failure: UpstreamFailure) -> web.StreamResponse:
-        if finish := self._known_finish():
-            return await self._finish_from_known(finish)
-        self._context.metrics.refusal(reason)
-        self._chronicle.ends("refused", reason)
-        message = f"the engine failed and this answer cannot be continued exactly ({reason}): {failure}"
-        return await self._client.fail(502, message, kind="server_error", code=f"cannot_resume_{reason}")
-
-    async def _give_up(self, status: int, message: str, *, code: str) -> web.StreamResponse:
-        if finish := self._known_finish():
-            return await self._finish_from_known(finish)
-        self._chronicle.ends("failed", message)
-        return await self._client.fail(status, message, kind="server_error", code=code)
-
-    async def _no_engine(self) -> web.StreamResponse:
-        registry = self._context.registry
-        known = sorted({name for engine in registry.engines for name in engine.model_names()})
-        if self._request.model and known and not any(engine.may_serve_more for engine in registry.engines):
-            raise ClientError(
-                404,
-                f"the model {self._request.model!r} is not served here; served: {', '.join(known)}",
-                code="model_not_found",
-            )
-        return await self._give_up(
-            503, "no engine that could have it has been reached yet", code="no_engine_available"
-        )
 
     def _note_move(
         self,

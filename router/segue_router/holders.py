@@ -28,7 +28,7 @@ def candidate(engine: Engine, held: SequenceStatus | None = None) -> Candidate:
     return Candidate(
         name=engine.name,
         state=engine.health.state,
-        active=len(engine.attempts),
+        active=engine.load,
         fingerprint=engine.fingerprint,
         watermark=held.watermark if held is not None and loadable else 0,
         replica_bytes=held.bytes if held is not None and loadable else 0,

@@ -7,6 +7,7 @@ breaks is never ended as if it were complete: its own API's error comes last.
 from __future__ import annotations
 
 import asyncio
+import json
 
 import msgspec
 from aiohttp import web
@@ -165,16 +166,31 @@ def read_head(body: bytes) -> tuple[str, bytes]:
     """The model that a JSON body names (empty: none), and the body for an engine.
 
     What a client says under Segue's own key is not passed on: it could name somebody else's sequence. All
-    else stays byte for byte.
+    else stays byte for byte. Raises ClientError if that key stands where only an engine would read it.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model = msgspec.json.decode(fields.get("model", b"null"))
         own = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        _refuse_disguise(body)
         return "", body
     if isinstance(own, dict) and PARAMS_KEY in own:
         del own[PARAMS_KEY]
         fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(own))
         body = msgspec.json.encode(fields)
     return model if isinstance(model, str) else "", body
+
+
+def _refuse_disguise(body: bytes) -> None:
+    """Engines' JSON is that of Python, which knows NaN, other encodings and a byte order mark."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    own = fields.get("kv_transfer_params") if isinstance(fields, dict) else None
+    if isinstance(own, dict) and PARAMS_KEY in own:
+        message = (
+            f"kv_transfer_params.{PARAMS_KEY} is not for clients, and the body is not plain JSON in UTF-8"
+        )
+        raise ClientError(400, message, code="invalid_body")

@@ -71,7 +71,6 @@ class EngineSettings(Settings, frozen=True):
                 f"engine {self.name!r} has `daemon` and `daemons`",
                 hint="`daemon` for an engine of one rank, `daemons` for one of several: one URL a rank",
             )
-        check_unique([url.rstrip("/") for url in self.daemons], "engines[].daemons")
 
     @property
     def daemon_urls(self) -> tuple[str, ...]:
@@ -179,6 +178,8 @@ class RouterSettings(Settings, frozen=True):
     def __post_init__(self) -> None:
         check_unique([engine.name for engine in self.engines], "engines[].name")
         check_unique([engine.url.rstrip("/") for engine in self.engines], "engines[].url")
+        daemons = [url.rstrip("/") for engine in self.engines for url in engine.daemon_urls]
+        check_unique(daemons, "engines[].daemon")  # it would speak for an engine that it does not know
         if not self.listen.host:
             raise ConfigError("`listen.host`: expected an address, found an empty string")
 

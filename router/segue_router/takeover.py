@@ -17,9 +17,10 @@ from segue_core.messages.status import Exact, PromoteRequest
 from segue_router.choose import rank_for_resume
 from segue_router.context import Context
 from segue_router.daemons import DaemonClient, Superseded
-from segue_router.engine import Engine, Served
+from segue_router.engine import Engine
 from segue_router.errors import Cause, UpstreamFailure
 from segue_router.holders import ask, held_by
+from segue_router.origin import Origin
 from segue_router.resume import Progress, Target
 from segue_router.seam import MAX_GIVEN_BACK, SEAM_IDS, ends_together
 from segue_router.turn import Turn
@@ -44,15 +45,6 @@ class Failed:
     times: int
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The engine on which the answer began, as it was then: what its continuation is measured by."""
-
-    served: Served | None
-    max_model_len: int | None
-    defaults: dict[str, float]
-
-
 class Takeover:
     """Of one request."""
 
@@ -61,6 +53,7 @@ class Takeover:
     ) -> None:
         self.epoch = 1
         self.watermark = 0
+        self.origin = Origin(model)
         self._context = context
         self._seq = seq
         self._model = model
@@ -72,7 +65,7 @@ class Takeover:
         self._asked_same = True
         self._last: Engine | None = None
         self._wrote: Engine | None = None
-        self._origin: Origin | None = None
+        self._chosen: Engine | None = None
         self._needed = self._wanted = frozenset[Exact]()
 
     def params(self, engine: Engine) -> SegueParams | None:
@@ -100,17 +93,6 @@ class Takeover:
         self._last = engine
         self._asked_same = not self._retry_same
 
-    def began_on(self, engine: Engine) -> None:
-        """Part of the answer is there. If it is the first part, `engine` said it."""
-        if self._origin is None:
-            self._origin = Origin(
-                engine.served(self._model), engine.max_model_len(self._model), engine.generation_defaults
-            )
-
-    def starts_again(self) -> None:
-        """Nothing of the answer counts any more."""
-        self._origin = None
-
     def must_continue(self, needed: frozenset[Exact], wanted: frozenset[Exact]) -> None:
         """The answer can only go on at engines that continue `needed` exactly (empty: anywhere), and best
         at those that continue `wanted`."""
@@ -121,41 +103,22 @@ class Takeover:
         go on with."""
         engines = self._context.registry.having(self._model)
         able = any(wanted <= other.exact_again for other in engines)
-        return replace(self.target(engine), exact=wanted if able else frozenset())
-
-    def target(self, engine: Engine, *, give_back: int | None = 0) -> Target:
-        """What `engine` can do for the answer."""
-        origin = self._origin
-        if origin is None:
-            length = engine.max_model_len(self._model)
-            return Target(
-                length, defaults=engine.generation_defaults, exact=engine.exact, give_back=give_back
-            )
-        model = origin.served.model if origin.served else self._model
-        set_there = {name: value for name, value in origin.defaults.items() if value}
-        return Target(
-            origin.max_model_len or engine.max_model_len(model),
-            model=model,
-            defaults={**engine.generation_defaults, **set_there},
-            exact=engine.exact,
-            give_back=give_back,
-        )
+        return replace(self.origin.target(engine), exact=wanted if able else frozenset())
 
     async def give_back(self, engine: Engine, progress: Progress, headers: Mapping[str, str]) -> int | None:
         """How many delivered ids have text that the client has not got, by the tokenizer of `engine`.
 
         None: it cannot be known. An engine that does not tell is believed where it hardly can be otherwise:
-        the last event was one token with text.
+        the last event was one token with text. Raises UpstreamFailure if nothing is heard of it.
         """
         ids = progress.delivered_ids
         if not ids or not progress.text_may_lag:
             return 0
-        model = self._origin.served.model if self._origin and self._origin.served else self._model
         deadline = now_ms() + self._context.settings.timeouts.health_ms
         for count in range(min(MAX_GIVEN_BACK, len(ids) - 1) + 1):
             end = len(ids) - count
             text = await engine.client.text_of(
-                ids[max(0, end - SEAM_IDS) : end], model, headers, deadline - now_ms()
+                ids[max(0, end - SEAM_IDS) : end], self.origin.model, headers, deadline - now_ms()
             )
             if text is None:
                 return 0 if count == 0 and progress.single else None
@@ -214,6 +177,7 @@ class Takeover:
         """
         registry = self._context.registry
         deadline = now_ms() + patience_ms
+        self._goes_to(None)
         while not self._context.cutting_off:
             engine = await self._same_engine_at_once()
             if engine is None:
@@ -221,6 +185,7 @@ class Takeover:
             if engine is None or engine.health.state == "down":
                 engine = await self._best(self._last_resorts(begun=begun), progress) or engine
             if engine is not None:
+                self._goes_to(engine)
                 return engine
             left = deadline - now_ms()
             if left <= 0:
@@ -229,6 +194,18 @@ class Takeover:
             if patience_ms:
                 self._busy.clear()
         return None
+
+    def arrived(self) -> None:
+        """The request is at the engine that `next` found, or goes nowhere."""
+        self._goes_to(None)
+
+    def _goes_to(self, engine: Engine | None) -> None:
+        """Until it is there, others that choose take it into account."""
+        if self._chosen is not None:
+            self._chosen.expected.discard(self)
+        self._chosen = engine
+        if engine is not None:
+            engine.expected.add(self)
 
     async def promote(self, engine: Engine, progress: Progress) -> None:
         """Fence older writers at the engine's daemon and learn how much of the KV can be loaded there."""
@@ -270,19 +247,7 @@ class Takeover:
         ]
 
     def _can_continue(self, engine: Engine) -> bool:
-        """Whether it has the model that the answer began with, and room for as long an answer."""
-        origin = self._origin
-        if not self._needed <= engine.exact:
-            return False
-        if origin is None or origin.served is None:
-            return True
-        model = origin.served.model
-        served, length = engine.served(model), engine.max_model_len(model)
-        if served is None:  # not reached yet: its configuration must name the model
-            return engine.settings.model == model
-        if not served.same_as(origin.served):
-            return False
-        return origin.max_model_len is None or length is None or length >= origin.max_model_len
+        return self._needed <= engine.exact and self.origin.fits(engine)
 
     def _may_use(self, engine: Engine) -> bool:
         failed = self._failed.get(engine.name)

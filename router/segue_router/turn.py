@@ -2,22 +2,24 @@
 
 Owns what is remembered of the turn before, and remembers this one. The usual case asks nobody: the engine
 that wrote the last turn has it in its own prefix cache. Only where that engine is gone, was restarted or has
-more to do than others are daemons asked who holds the last turn, all at once and within `probe_ms`, and the
-engine that is chosen is told to ask its daemon. Invariant: a conversation is never a reason to wait for an
-engine, or to go to one that is overloaded.
+more to do than others are daemons asked who holds the last turn, all at once and within `probe_ms`, but for
+those known to be silent; the engine that is chosen is told to ask its daemon. Invariant: a conversation is
+never a reason to wait for an engine, or to go to one that is overloaded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from segue_router.choose import Candidate, at_writer, home_of, most_available, rank_for_turn, rank_new
+from segue_router.choose import Candidate, at_writer, home_of, rank_for_turn, rank_new, worth_asking
 from segue_router.context import Context
 from segue_router.conversations import Last, continues, names_of
 from segue_router.engine import Engine
 from segue_router.holders import ask, candidate
 from segue_router.request import GenerationRequest
+from segue_router.upstream import now_ms
 
 
 class Turn:
@@ -47,20 +49,23 @@ class Turn:
             return registry[ranked[0]] if ranked else None
         if writer := at_writer(candidates, self._key):
             return registry[writer]
-        best = [registry[each.name] for each in most_available(candidates)]
-        if len(best) > 1:
-            timeout_ms = self._context.settings.timeouts.probe_ms
-            candidates = [self._known(each) for each in await ask(best, last.seq, timeout_ms)]
+        asked = [engine for name in worth_asking(candidates) if _is_heard(engine := registry[name])]
+        if asked:
+            found = await ask(asked, last.seq, self._context.settings.timeouts.probe_ms)
+            others = (candidate(engine) for engine in usable if engine not in asked)
+            candidates = [self._known(each) for each in (*found, *others)]
         ranked = rank_for_turn(candidates, self._key, tokens=last.tokens, fingerprint=last.fingerprint)
         return registry[ranked[0]] if ranked else None
 
     def asks(self, engine: Engine) -> bool:
         """Whether `engine` should ask its daemon for KV of this request.
 
-        Not where nothing can be won: its own prefix cache has the last turn, or there was none and the engine
-        is the one that has what else begins like this. Whom the router knows nothing of (it was restarted, or
-        forgot) asks if the request tells of earlier answers.
+        Not where nothing can be won: its daemon is silent, its own prefix cache has the last turn, or there
+        was none and the engine is the one that has what else begins like this. Whom the router knows nothing
+        of (it was restarted, or forgot) asks if the request tells of earlier answers.
         """
+        if not _is_heard(engine):
+            return False
         if self._last is not None:
             return not self._wrote_last(engine)
         if self._continues:
@@ -80,7 +85,7 @@ class Turn:
         if self._engine is None or not self._names or not tokens:
             return
         engine, life = self._engine
-        last = Last(seq, engine.name, life, tokens, engine.fingerprint)
+        last = Last(seq, engine.name, life, tokens, sys.intern(engine.fingerprint))
         self._context.conversations.note(self._names[0], last)
 
     def _known(self, found: Candidate) -> Candidate:
@@ -89,6 +94,12 @@ class Turn:
     def _wrote_last(self, engine: Engine) -> bool:
         last = self._last
         return last is not None and last.engine == engine.name and last.life == _life(engine)
+
+
+def _is_heard(engine: Engine) -> bool:
+    """Whether its daemon speaks and knows it. One that hangs would cost each turn a time-out, here and in the
+    engine."""
+    return engine.health.daemon(now_ms()) is not None
 
 
 def _life(engine: Engine) -> int:

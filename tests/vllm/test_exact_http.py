@@ -114,14 +114,14 @@ def ids(choices: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("place", [1, 10, TOKENS - 1])
 def test_a_completion_begins_with_what_was_delivered(server: Server, place: int) -> None:
-    """In one event with the first new token; all that counts, and the text, is that of the whole answer."""
+    """In one event with what is new; all that counts, and the text, is that of the whole answer."""
     whole = server.ask("completions", COMPLETION)
     (choice,) = whole["choices"]
     body = COMPLETION | {"logprobs": 1} | segue({"ids": choice["token_ids"][:place]})
     events = server.stream("completions", body)
     found = deltas(events)
-    assert len(found[0]["token_ids"]) == place + 1 == len(found[0]["logprobs"]["token_logprobs"])
-    assert all(len(delta["token_ids"]) == 1 for delta in found[1:])
+    assert len(found[0]["token_ids"]) == len(found[0]["logprobs"]["token_logprobs"]) > place
+    assert all(delta["token_ids"] for delta in found)  # a slow client gets several at once
     assert ids(found) == choice["token_ids"] and said(found, "text") == choice["text"]
     assert found[-1]["finish_reason"] == "length"
     usage = events[-1]["usage"]

@@ -4,6 +4,7 @@ apart in its prefix cache is taken for the same here, and what cannot be told ap
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ def test_whatever_vllm_keeps_apart_has_keys_of_its_own() -> None:
         theirs = [generate_block_hash_extra_keys(each, 0, 32, 0)[0] for each in (one, other)]
         ours = [root_key(b"fingerprint", salt(each)) for each in (one, other)]
         assert (ours[0] == ours[1]) == (theirs[0] == theirs[1])
+
+
+def test_an_adapter_with_other_weights_at_the_same_place_is_another_one(tmp_path: Path) -> None:
+    """Replicas outlive the engine that wrote them, and other hosts have files of their own. vLLM counts an
+    adapter anew when it is loaded anew; in place it keeps what its prefix cache has, and so do we."""
+    from vllm.lora.request import LoRARequest
+
+    from segue_shim.vllm_compat import salt
+
+    def key(number: int) -> bytes:
+        return salt(request(lora_request=LoRARequest("tone", number, str(tmp_path)), cache_salt=None))
+
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old" * 1000)
+    old = key(101)
+    weights.write_bytes(b"new" * 1000)
+    assert key(101) == old
+    assert key(102) != old
+    weights.write_bytes(b"old" * 1000)
+    assert key(103) == old, "wherever it is the same, KV can be exchanged"
 
 
 @pytest.mark.parametrize("what", ["image", "embeddings"])

@@ -238,7 +238,7 @@ def test_salts_are_told_apart() -> None:
     from segue_shim.vllm_compat import salt
 
     def of(cache_salt: str | None, name: str | None = None, path: str = "p") -> bytes:
-        adapter = None if name is None else SimpleNamespace(lora_name=name, lora_path=path)
+        adapter = None if name is None else SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
         return salt(SimpleNamespace(cache_salt=cache_salt, lora_request=adapter))  # type: ignore[arg-type]
 
     salts = [of(None), of(""), of("a"), of(None, "a"), of("a", "b"), of(None, "ab", "c"), of(None, "a", "bc")]

@@ -16,13 +16,17 @@ class FakeDaemon:
     """Serve on a free port. `say` changes the engine's status at once for all watchers.
 
     `says_of`: what it tells of a sequence; None: a replica of `watermark` tokens, if that is not 0.
+    `hangs`: it says nothing more to whoever watches. `promotes`: while that is not set, promotions wait.
     """
 
     def __init__(self) -> None:
         self.status = EngineStatus("e", "running", incarnation=1, fingerprint="fp")
         self.watermark = 0
+        self.hangs = False
         self.says_of: Callable[[str], SequenceStatus] | None = None
         self.epochs: dict[str, int] = {}
+        self.promotes = asyncio.Event()
+        self.promotes.set()
         self.promoted: list[tuple[str, PromoteRequest]] = []
         self.fenced: list[tuple[str, int]] = []
         self.asked: list[str] = []
@@ -62,7 +66,8 @@ class FakeDaemon:
         await response.prepare(http)
         while True:
             changed = self._changed
-            await response.write(msgspec.json.encode(self.status) + b"\n")
+            if not self.hangs:
+                await response.write(msgspec.json.encode(self.status) + b"\n")
             self.watched.set()
             try:
                 async with asyncio.timeout(0.2):
@@ -85,6 +90,7 @@ class FakeDaemon:
         seq = http.match_info["seq"]
         request = msgspec.json.decode(await http.read(), type=PromoteRequest)
         self.promoted.append((seq, request))
+        await self.promotes.wait()
         if self.epochs.get(seq, 0) >= request.epoch:
             return web.json_response({"error": "superseded"}, status=409)
         self.epochs[seq] = request.epoch

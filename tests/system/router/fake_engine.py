@@ -117,7 +117,8 @@ class Seen:
 class FakeEngine:
     """Serve on a free port. `faults` (may be shared) are used up one a generation.
 
-    cards: what `/v1/models` lists. api_key: wanted there. detokenizes, names_*: whether it does.
+    cards: what `/v1/models` lists. api_key: wanted there. detokenizes, names_*: whether it does;
+    detokenize_hangs: it never answers that question.
     lag: what a parser of chat answers holds back until the next token: the "token", or all but its "blank".
     hold: `/v1/held` answers once it is set.
     """
@@ -140,6 +141,7 @@ class FakeEngine:
         self.cards: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "max_model_len": MODEL_LEN}]
         self.api_key = ""
         self.detokenizes = True
+        self.detokenize_hangs = False
         self.names_ids = self.names_usage = True
         self.lag = ""
         self.always_streams = always_streams
@@ -206,6 +208,8 @@ class FakeEngine:
 
     async def _detokenize(self, http: web.Request) -> web.Response:
         self.detokenized += 1
+        if self.detokenize_hangs:
+            await asyncio.Event().wait()
         if not self.detokenizes:
             return web.json_response({"error": "Not Found"}, status=404)
         text = b"".join(map(piece, (await http.json())["tokens"])).decode("utf-8", errors="replace")

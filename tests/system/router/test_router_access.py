@@ -11,8 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from yarl import URL
 
-from segue_core.errors import ConfigError
+from segue_core.errors import ConfigError, StartupError
 from segue_core.messages.status import EngineStatus, RouterStatus
 from segue_core.security import read_tokens
 from segue_core.service import guarded, json_response, start_http
@@ -20,6 +21,7 @@ from segue_ctl.cli import main
 from segue_daemon.tls import web_context
 from segue_router.access import load_access
 from segue_router.app import running_router
+from segue_router.daemons import HttpDaemon
 from segue_router.settings import RouterSettings
 from support.keys import make_keys
 from system.router.harness import Stage, eventually
@@ -190,4 +192,43 @@ async def test_the_token_goes_to_no_engine(stage: Stage, keys: Path) -> None:
         mine = {"Authorization": "Bearer mine"}
         async with client.get(f"http://127.0.0.1:{own}/v1/anything", headers=mine) as answer:
             assert answer.status == 200
+        token = read_tokens(keys / "router" / "token", "x").headers["Authorization"]
+        slips = [
+            ("GET", "/drain?engine=a"),
+            ("POST", "/drain/?engine=a"),
+            ("POST", "//drain"),
+            ("POST", "/status"),
+        ]
+        for method, path in [*slips, ("POST", "/v1/completions"), ("GET", "/v1/segue/x")]:
+            for shown in ([token], ["Bearer mine", token]):
+                url = URL(f"http://127.0.0.1:{own}{path}", encoded=True)
+                headers = [("Authorization", value) for value in shown]
+                async with client.request(method, url, headers=headers, json={"prompt": "x"}) as answer:
+                    assert answer.status == 400 and "the cluster's token" in await answer.text(), path
     assert set(seen) == {None, "Bearer mine"}
+
+
+async def test_a_daemon_that_is_not_understood_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its engine counts as unprotected for as long as that lasts: the log says why."""
+    bad = b'{"engine": "e", "state": "running", "generation_defaults": {"x": null}}\n'
+    lines = [bad, bad, b'{"engine": "e", "sta']  # the last of them first: of a daemon that died meanwhile
+
+    async def watch(_: web.Request) -> web.Response:
+        return web.Response(body=lines.pop() if lines else b'{"engine": "e", "state": "running"}\n')
+
+    app = web.Application()
+    app.router.add_get("/v1/watch", watch)
+    runner, port = await start_http(app, "127.0.0.1", 0, what="x")
+    async with aiohttp.ClientSession() as session:
+        daemon = HttpDaemon(session, f"http://127.0.0.1:{port}")
+        heard = [[status.state async for status in daemon.watch()] for _ in range(4)]
+    assert heard == [[], [], [], ["running"]]
+    assert capsys.readouterr().out.count("cannot be read") == 1
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+async def test_an_address_that_is_none_gets_one_clear_line(host: str) -> None:
+    """A slip in `http.host` or `listen.host` is no traceback."""
+    with pytest.raises(StartupError, match=r"http: cannot listen on .*no host's name"):
+        await start_http(web.Application(), host, 0, what="http")

@@ -63,6 +63,25 @@ async def test_the_clients_own_transfer_params_are_kept(stage: Stage) -> None:
     assert seen.body["kv_transfer_params"]["segue"]["epoch"] == 1
 
 
+async def test_the_answers_of_a_failed_engine_do_not_all_go_to_one_other(stage: Stage) -> None:
+    """They choose at the same moment, while each other's next engines are still being promoted."""
+    engines, daemons, client = await three(stage)
+    stage.faults.extend(Fault("silent", 5) for _ in range(18))
+    body = request(COMPLETIONS)
+    asking = [asyncio.create_task(client.ask(COMPLETIONS, body)) for _ in range(18)]
+    await eventually(
+        lambda: [sum(seen.sent_tokens == 5 for seen in engine.seen) for engine in engines] == [6, 6, 6],
+        "all have begun, and stand still",
+    )
+    daemons[0].say(state="dead")
+    await eventually(lambda: sum(len(engine.seen) for engine in engines[1:]) == 18, "they go on")
+    assert [len(engine.seen) for engine in engines[1:]] == [9, 9]
+    assert not any(engine.expected for engine in client.context.registry.engines)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
 @pytest.mark.parametrize(("state", "cause"), [("dead", "daemon_dead"), ("stalled", "stalled")])
 async def test_a_daemons_word_moves_streams_at_once(stage: Stage, state: str, cause: str) -> None:
     """The engine's connection is still open: its daemon's word is enough, long before the stall time-out."""

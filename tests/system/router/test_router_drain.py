@@ -179,3 +179,22 @@ async def test_seguectl_drains_and_lets_serve_again(stage: Stage, capsys: pytest
     assert await asyncio.to_thread(main, ["undrain", "a", "--router", client.url]) == 0
     assert "a: up, serves again\n" in capsys.readouterr().out
     assert_uninterrupted(await asking, COMPLETIONS, body)
+
+
+async def test_an_engine_is_not_empty_while_an_answer_is_on_its_way_there(stage: Stage) -> None:
+    """It was chosen before the drain: who stops the engine at `done` would break it."""
+    engines = [await stage.engine(), await stage.engine()]
+    daemons = [await stage.daemon(), await stage.daemon()]
+    client = await stage.router(engines, daemons, timeouts={"probe_ms": 10_000})
+    stage.faults.append(Fault("silent", 5))
+    body = request(COMPLETIONS)
+    asking = await begin(client, engines[0], COMPLETIONS, body)
+    daemons[1].promotes.clear()
+    daemons[0].say(state="dead")
+    await eventually(lambda: daemons[1].promoted, "the standby is being promoted")
+    _, (progress,) = await drain(client, "?engine=b&wait=false")
+    assert (progress.active, progress.done) == (1, False)
+    daemons[1].promotes.set()
+    assert_uninterrupted(await asking, COMPLETIONS, body)
+    _, lines = await drain(client, "?engine=b")
+    assert lines[-1].done

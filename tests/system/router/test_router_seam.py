@@ -57,6 +57,19 @@ async def test_a_token_of_which_the_client_has_a_part_is_refused(stage: Stage) -
     assert_uninterrupted(await client.ask(CHAT, body), CHAT, body)
 
 
+async def test_an_engine_that_does_not_answer_about_the_text_is_passed_over(stage: Stage) -> None:
+    """Its tokenizer is asked where the text may lag. Silence says nothing: the answer goes on elsewhere."""
+    engines = [await stage.engine() for _ in range(4)]
+    for engine in engines:
+        engine.lag = "token"
+        engine.detokenize_hangs = engine in engines[:2]
+    client = await stage.router(engines)
+    body = request(CHAT)
+    stage.faults.append(Fault("error_event", 8))
+    assert_uninterrupted(await client.ask(CHAT, body), CHAT, body)
+    assert sum(engine.detokenized for engine in engines[:2]) > 0
+
+
 async def test_an_engine_without_detokenize_is_believed_token_by_token_only(stage: Stage) -> None:
     """One token with text: the seam is there. Several at once: nobody can say where it is."""
     engines, client = await two(stage, detokenizes=False)

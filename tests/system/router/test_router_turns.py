@@ -11,6 +11,7 @@ import pytest
 
 from segue_core.messages.status import SequenceStatus
 from segue_router.choose import Candidate, rank_new
+from segue_router.upstream import now_ms
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import Answer, Client, Stage, eventually, session_of
@@ -129,6 +130,22 @@ async def test_silent_daemons_do_not_hold_a_turn_up(stage: Stage) -> None:
         await daemon.stop()
     index, _ = await chat.turn()
     assert index != first
+
+
+async def test_a_daemon_that_is_known_to_hang_is_not_asked_at_every_turn(stage: Stage) -> None:
+    """Neither by the router nor by its engine: each turn would wait for both time-outs."""
+    chat = await talk(stage)
+    first, _ = await chat.turn()
+    await chat.lose(first)
+    engines = [engine for engine in chat.client.context.registry.engines if engine.name != "abc"[first]]
+    for daemon in chat.daemons:
+        daemon.hangs = True
+        daemon.asked.clear()
+    for engine in engines:
+        await eventually(lambda e=engine: e.health.daemon(now_ms()) is None, "its silence is noticed")
+    index, told = await chat.turn()
+    assert index != first and "resume" not in told
+    assert not any(daemon.asked for daemon in chat.daemons)
 
 
 @pytest.mark.parametrize("word", ["off", "low", "high"])

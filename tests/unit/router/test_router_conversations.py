@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from segue_router.choose import Candidate, affinity_key, at_writer, home_of, rank_for_turn
+from segue_router.choose import Candidate, affinity_key, at_writer, home_of, rank_for_turn, worth_asking
 from segue_router.conversations import LOOK_BACK, Conversations, Last, continues, names_of
 from segue_router.errors import ClientError
 from segue_router.request import GenerationRequest, parse_request, replication_of
@@ -72,13 +72,17 @@ def test_what_is_remembered_is_bounded() -> None:
     """In conversations, the one that was used longest ago goes first; and in messages looked back over."""
     known = Conversations(2)
     last = Last("s", "a", 1, 1, "")
-    known.note("one", last)
-    known.note("two", last)
-    assert known.find(["one"]) is last
-    known.note("three", last)
-    assert known.find(["two"]) is None and known.find(["one"]) is last and len(known) == 2
+    known.note(b"one", last)
+    known.note(b"two", last)
+    assert known.find([b"one"]) is last
+    known.note(b"three", last)
+    assert known.find([b"two"]) is None and known.find([b"one"]) is last and len(known) == 2
     long = chat(*(("user", str(n)) for n in range(500)))
     assert len(names_of(long, key_of(long))) == LOOK_BACK + 1
+    plain = parse_request("/v1/completions", json.dumps({"prompt": "p", "user": "u" * 100_000}).encode())
+    for key in (key_of(plain), key_of(long, "s" * 8_000)):
+        assert max(map(len, names_of(plain, key))) <= 16, "a client's own name is kept as a digest"
+    assert len(key_of(plain)) < 2_000
 
 
 def test_only_a_request_with_an_answer_in_it_continues_something() -> None:
@@ -103,6 +107,18 @@ def test_nobody_is_asked_while_the_last_turn_is_where_the_next_one_goes_anyway()
     assert at_writer(candidates(**{AWAY: {"wrote": True, "active": 1}}), "key") is None
     assert at_writer(candidates(**{AWAY: {"wrote": True, "state": "suspect"}}), "key") is None
     assert at_writer(candidates(), "key") is None
+
+
+def test_only_those_are_asked_whose_answer_could_decide() -> None:
+    """Who has no less to do than the engine with the last turn is no cheaper; alone, nobody is asked."""
+    busy = candidates(**{HOME: {"wrote": True, "active": 7}, AWAY: {"active": 6}, OTHER: {"active": 7}})
+    assert worth_asking(busy) == [AWAY]
+    assert set(worth_asking(candidates())) == set(NAMES)
+    gone = candidates(**{HOME: {"wrote": True, "state": "down"}, OTHER: {"active": 9}})
+    assert set(worth_asking(gone)) == {AWAY, OTHER}
+    assert worth_asking([Candidate(HOME)]) == [] and worth_asking([]) == []
+    held = {"watermark": TOKENS, "replica_bytes": 0, "active": 7}
+    assert ranked(candidates(**{HOME: {"wrote": True, "active": 7}, OTHER: held, AWAY: held}))[0] == HOME
 
 
 def test_the_next_turn_goes_where_it_is_cheapest() -> None:

@@ -144,3 +144,25 @@ def test_a_body_is_passed_on_unchanged_but_for_segues_own_key(
 ) -> None:
     """A client could name somebody else's sequence under it, also in disguise."""
     assert read_head(body) == (model, body if passed is None else passed)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"x": NaN, "kv_transfer_params": {"segue": {"seq": "s"}}}',
+        b'{"kv_transfer_params": {"x": 1e999, "segue": {}}}',
+        b'\xef\xbb\xbf{"kv_transfer_params": {"segue": {}}}',
+        '{"kv_transfer_params": {"segue": {}}}'.encode("utf-16"),
+        b'{"x": "\\ud800", "kv_transfer_params": {"segue": {}}}',
+    ],
+    ids=["NaN", "infinity", "byte order mark", "UTF-16", "half a character"],
+)
+def test_segues_own_key_does_not_hide_in_what_only_an_engine_reads(body: bytes) -> None:
+    """Engines read more as JSON than the router does."""
+    assert json.loads(body)["kv_transfer_params"]["segue"] is not None
+    with pytest.raises(ClientError, match="not for clients"):
+        read_head(body)
+    harmless = body.replace(b"segue", b"other").replace(
+        "segue".encode("utf-16-le"), "other".encode("utf-16-le")
+    )
+    assert read_head(harmless) == ("", harmless)

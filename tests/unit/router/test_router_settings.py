@@ -41,6 +41,12 @@ def test_the_example_is_valid_and_shows_the_defaults() -> None:
         ("engines: [{name: a, url: 'http://x', daemons: ['http://d', 'http://:7']}]", "engines[].daemons"),
         ("engines: [{name: a, url: 'http://x', daemons: ['http://d', 'http://d/']}]", "twice"),
         ("engines: [{name: a, url: 'http://x', daemon: 'http://d', daemons: ['http://e']}]", "and `daemons`"),
+        (
+            """engines:
+                - {name: a, url: 'http://x', daemon: 'http://d'}
+                - {name: b, url: 'http://y', daemons: ['http://d/', 'http://e']}""",
+            "twice",
+        ),
         ("engines: [{name: a, url: 'http://x', api_key_env: 'a b'}]", "api_key_env"),
         ("engines: [{name: a, url: 'http://x', generation_defaults: {max_new_tokens: 5}}]", "max_new_tokens"),
         ("engines: [{name: a, url: 'http://x', daemon: 'unix:/x'}]", "daemon"),
