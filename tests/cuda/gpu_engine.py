@@ -1,0 +1,177 @@
+"""An engine on the driver's double, run in a child: exports like the pages suite's, and runs steps and
+loads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from conformance import pages_engine
+from conformance.pages_engine import BLOCK_SIZE, LAYER_BYTES, LAYERS, STRIDES, state
+from segue_core.lifeline import Lifeline
+from segue_core.messages import PROTOCOL_VERSION
+from segue_core.messages.journal import Begin, Commit, SequenceBegin
+from segue_core.messages.local import Register
+from segue_core.ring import Ring
+from segue_core.shared_memory import seal_size, sealable_memory
+from segue_shim.plan import pack_u32
+from support.cuda_double import Control
+from support.cuda_process import WithDescriptors
+
+LENGTHS = {"s": 2}
+"""Blocks of the sequence that `begin` announces."""
+
+
+def export(kind: str) -> WithDescriptors:
+    """See the pages suite."""
+    return pages_engine.export(kind)
+
+
+def refusal(kind: str) -> str:
+    """Why memory of this kind is not exported."""
+    try:
+        pages_engine.export(kind)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def register(kind: str) -> WithDescriptors:
+    """Everything that an engine registers with: the message and its descriptors."""
+    geometry, memory = pages_engine.on_gpu(kind)
+    ring = sealable_memory("journal")
+    state["ring"] = Ring(ring, create=1 << 16)
+    seal_size(ring)
+    lifeline = state["lifeline"] = Lifeline()
+    message = Register(PROTOCOL_VERSION, "a", 1, "m", b"f" * 16, geometry, timeline=True)
+    timeline = state["side"].timeline_fd
+    own = [ring, os.eventfd(0), os.dup(lifeline.fd), os.dup(timeline)]
+    return WithDescriptors(msgspec.msgpack.encode(message), [*own, *memory])
+
+
+def begin(step: int, computed: int) -> None:
+    """Say that `step` begins with a sequence in two blocks, of which `computed` slots were computed
+    before."""
+    blocks = pack_u32(range(LENGTHS["s"]))
+    ids = pack_u32(range(LENGTHS["s"] * BLOCK_SIZE))
+    start = SequenceBegin("s", 1, b"", ids, blocks, computed)
+    write(Begin(step, False, blocks, (start,), (), (), ()))
+
+
+def commit(step: int, computed: int) -> None:
+    """All kernels of `step` are queued; then the journal says so."""
+    state["side"].mark(step)
+    write(Commit(step, (("s", computed),)))
+
+
+def write(record: Begin | Commit) -> None:
+    """One journal record."""
+    assert state["ring"].append(msgspec.msgpack.encode(record))
+
+
+def hold() -> None:
+    """The GPU stands still: what is queued stays queued."""
+    Control().hold()
+
+
+def let_go() -> None:
+    """And goes on."""
+    Control().let_go()
+    state["cuda"].synchronize(state["stream"])
+
+
+class PlainArena:
+    """The replica arena as the loader knows it, without torch."""
+
+    def __init__(self, content: bytes) -> None:
+        self.nbytes = len(content)
+        fd = os.memfd_create("arena")
+        os.write(fd, content)
+        self._map = mmap.mmap(fd, self.nbytes)
+        os.close(fd)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.unlock: Any = None
+
+    @property
+    def locked(self) -> bool:
+        return self.unlock is not None
+
+    def lock(self, unlock: Any) -> None:
+        self.unlock = unlock
+
+
+def load(content: bytes, blocks: list[int], extents: list[int]) -> list[Any]:
+    """Load from an arena with this content; [page-locked?, registrations left]."""
+    arena: Any = PlainArena(content)
+    before = Control().count("registrations")
+    loader = state["side"].loader
+    loader.prepare(arena)
+    loader.copy(arena, blocks, extents)
+    locked = arena.locked
+    if locked:
+        arena.unlock()
+    return [locked, Control().count("registrations") - before]
+
+
+def join(socket: str, name: str, incarnation: int, kind: str) -> bool:
+    """Register with the daemon at `socket`, as the shim of an engine does."""
+    from segue_shim.exporter import Exporter
+    from segue_shim.match_client import MatchClient
+
+    pages_engine.on_gpu(kind)
+    whose = {"engine": name, "incarnation": incarnation, "fingerprint": b"f" * 16}
+    state["exporter"] = Exporter(socket, model="m", **whose)
+    state["client"] = MatchClient(socket, block_size=BLOCK_SIZE, **whose)
+    accepted: bool = state["exporter"].register_gpu(state["side"])
+    return accepted
+
+
+def run(ids: list[int], computed: int) -> None:
+    """A step that computes so many tokens of a new sequence, in the first blocks."""
+    from segue_shim.plan import StepPlan
+
+    blocks = pack_u32(range(-(-computed // BLOCK_SIZE)))
+    start = SequenceBegin("s", 1, b"", pack_u32(ids), blocks, 0)
+    state["exporter"].begin(StepPlan(blocks, (start,), computed=(("s", computed),), running=1))
+    state["exporter"].commit()
+
+
+def take_over(ids: list[int], blocks: list[int]) -> int:
+    """Go on with the sequence from what the daemon here holds, in these blocks; the tokens that were
+    loaded."""
+    from segue_shim.plan import Load, Source, StepPlan, unpack_u64
+
+    client, exporter = state["client"], state["exporter"]
+    limit = len(ids) - 1
+    matched = client.match(seq="s", epoch=2, salt=b"", token_ids=pack_u32(ids), computed=0, limit=limit)
+    extents = tuple(unpack_u64(matched.extents))
+    load = Load(
+        matched.tokens,
+        tuple(blocks[: len(extents)]),
+        (Source(client.daemon, matched.lease, matched.deadline_ns, extents),),
+    )
+    packed = pack_u32(load.block_ids)
+    start = SequenceBegin("s", 2, b"", pack_u32(ids), packed, 0)
+    exporter.begin(StepPlan(packed, (start,), computed=(("s", matched.tokens),), running=1))
+    (result,) = exporter.load([load])
+    exporter.commit(result.failed_blocks)
+    loaded: int = result.loaded
+    return loaded
+
+
+def block(number: int) -> bytes:
+    """What a block holds now, over all layers."""
+    from cuda.bindings import driver
+
+    found = bytearray()
+    for layer in range(LAYERS):
+        part = np.empty(STRIDES[0], np.uint8)
+        at = state["start"] + layer * LAYER_BYTES + number * STRIDES[0]
+        pages_engine.checked(driver.cuMemcpyDtoH(part.ctypes.data, at, part.nbytes))
+        found += part.tobytes()
+    return bytes(found)

@@ -1,0 +1,60 @@
+"""From GPU to GPU: an engine's KV goes through two real daemons into another engine's pages, on the
+double."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.pages_engine import BLOCK_SIZE, content
+from support.cuda_double import Settings
+from support.cuda_process import CudaProcess
+from support.daemons import DaemonSet
+from support.waiting import wait_for
+
+ENGINE = Path(__file__).parent / "gpu_engine.py"
+IDS = list(range(100, 115))
+TOKENS = 14
+"""Three whole blocks and half a tail."""
+
+
+@pytest.fixture
+def daemons(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonSet]:
+    """Two daemons that find the double where the driver would be."""
+    for name, value in Settings().environment(library_folder).items():
+        monkeypatch.setenv(name, value)
+    made = DaemonSet("a", "b")
+    yield made
+    made.stop()
+
+
+def test_what_a_killed_engine_had_on_its_gpu_is_on_the_standby_s(
+    daemons: DaemonSet, library_folder: Path
+) -> None:
+    """The standby goes on from the last token that the dead engine's GPU had completed, without computing it
+    again."""
+    first, standby = (CudaProcess(library_folder, ENGINE) for _ in "ab")
+    try:
+        daemons.start()
+        assert first.call("join", daemons["a"].socket, "a", 1, "cuda_vmm")
+        assert standby.call("join", daemons["b"].socket, "b", 2, "cuda_ipc")
+        for name in "ab":
+            ready = lambda daemon=daemons[name]: daemon.get("/readyz")[0] == 200  # noqa: E731
+            wait_for(ready, f"engine {name} is registered")
+        first.call("run", IDS, TOKENS)
+        wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
+        first.kill()
+        assert standby.call("take_over", IDS, [8, 9, 10, 11]) == TOKENS
+        for number in range(3):
+            assert standby.call("block", 8 + number) == content()[:, number].tobytes()
+        tail = content()[:, 3, : TOKENS % BLOCK_SIZE]
+        loaded = standby.call("block", 11)
+        layer = len(loaded) // len(tail)
+        assert [loaded[at : at + tail[0].nbytes] for at in range(0, len(loaded), layer)] == [
+            part.tobytes() for part in tail
+        ]
+    finally:
+        first.kill()
+        standby.kill()
