@@ -19,6 +19,8 @@ from segue_core.errors import ProtocolError
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 MAX_FDS = 64
+"""In one frame, unless a receiver says otherwise; also what is sent at once, below what the kernel takes
+(253)."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -38,13 +40,19 @@ def decode(payload: bytes | memoryview, kind: Any, *, peer: str) -> Any:
 def send_with_fds(connection: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
     """Send one frame on a blocking unix socket, the descriptors with its first byte."""
     frame = encode_frame(message)
-    sent = socket.send_fds(connection, [frame], fds) if fds else 0
+    sent = 0
+    while len(fds) - sent * MAX_FDS > MAX_FDS:  # more than fit at once: some with each of the first bytes
+        some = fds[sent * MAX_FDS : (sent + 1) * MAX_FDS]
+        socket.send_fds(connection, [frame[sent : sent + 1]], some)
+        sent += 1
+    if fds:
+        sent += socket.send_fds(connection, [frame[sent:]], fds[sent * MAX_FDS :])
     if sent < len(frame):  # sending nothing would fail if the other side has answered and closed already
         connection.sendall(memoryview(frame)[sent:])
 
 
 def recv_with_fds(
-    connection: socket.socket, *, peer: str, limit: int = MAX_FRAME_BYTES
+    connection: socket.socket, *, peer: str, limit: int = MAX_FRAME_BYTES, max_fds: int = MAX_FDS
 ) -> tuple[bytes, list[int]]:
     """Receive one frame and its descriptors from a blocking unix socket.
 
@@ -53,13 +61,13 @@ def recv_with_fds(
     """
     fds: list[int] = []
     try:
-        header = _recv_exactly(connection, LENGTH.size, fds, peer=peer)
+        header = _recv_exactly(connection, LENGTH.size, fds, peer, max_fds)
         if not header:
             return b"", []
         (length,) = LENGTH.unpack(header)
         if length > limit:
             raise ProtocolError(f"{peer}: frame of {length} bytes is over the limit of {limit}")
-        body = _recv_exactly(connection, length, fds, peer=peer)
+        body = _recv_exactly(connection, length, fds, peer, max_fds)
         if len(body) != length:
             raise ProtocolError(f"{peer}: stream ended inside a frame")
     except BaseException:
@@ -74,7 +82,7 @@ def close_fds(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def _recv_exactly(connection: socket.socket, count: int, fds: list[int], *, peer: str) -> bytes:
+def _recv_exactly(connection: socket.socket, count: int, fds: list[int], peer: str, max_fds: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -84,8 +92,10 @@ def _recv_exactly(connection: socket.socket, count: int, fds: list[int], *, peer
                 received = array.array("i")
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 fds.extend(received)
-        if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
-            raise ProtocolError(f"{peer}: more than {MAX_FDS} file descriptors in one frame")
+        if flags & socket.MSG_CTRUNC or len(fds) > max_fds:
+            raise ProtocolError(
+                f"{peer}: more than {max_fds} file descriptors in one frame, or than `ulimit -n` lets in"
+            )
         if not chunk:
             if data:
                 raise ProtocolError(f"{peer}: stream ended inside a frame")

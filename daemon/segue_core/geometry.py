@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from segue_core.errors import GeometryError
+from segue_core.memory_handle import MemoryHandle, check_handles
 
 AXES = ("block", "slot", "head", "kv", "dim", "layer", "opaque")
 MAX_BLOCKS = 1 << 26
@@ -100,13 +101,15 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The KV layout of one engine rank.
 
     `num_blocks` blocks of `block_size` slots (tokens); `handle_bytes[h]` is the size of exported
-    allocation h. `block_bytes` bytes hold one block over all layers.
+    allocation h. `block_bytes` bytes hold one block over all layers. `handles[h]` says how that allocation is
+    reached; without any, all are host memory.
     """
 
     num_blocks: int
     block_size: int
     handle_bytes: tuple[int, ...]
     regions: tuple[Region, ...]
+    handles: tuple[MemoryHandle, ...] = ()
 
     def validate(self) -> Geometry:
         """Return self, or raise GeometryError with the reason: call it on anything that arrived."""
@@ -114,6 +117,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
             raise GeometryError(f"geometry has {self.num_blocks} blocks of {self.block_size} slots")
         if not 0 < len(self.regions) <= MAX_REGIONS:
             raise GeometryError(f"geometry has {len(self.regions)} regions, expected 1 to {MAX_REGIONS}")
+        check_handles(self.handles, self.handle_bytes)
         for number, region in enumerate(self.regions):
             self._validate_region(number, region)
         if self.block_bytes > MAX_BLOCK_BYTES or len(self.fragments) > MAX_FRAGMENTS:
@@ -158,6 +162,16 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 raise GeometryError(f"a block falls into more than {MAX_FRAGMENTS} pieces")
             found += [Fragment(region.handle, region.offset + o, stride, run) for o in offsets]
         return tuple(found)
+
+    @property
+    def fd_count(self) -> int:
+        """Descriptors that the exported memory takes."""
+        return sum(h.fd_count for h in self.handles) if self.handles else len(self.handle_bytes)
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU that the memory is on; empty: it is host memory."""
+        return self.handles[0].uuid if self.handles else ""
 
     @cached_property
     def block_bytes(self) -> int:

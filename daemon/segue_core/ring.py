@@ -178,6 +178,11 @@ class Ring:
             return payload
         return None
 
+    @property
+    def position(self) -> int:
+        """Where this end is, in bytes since the start."""
+        return self._position
+
     def unread(self) -> int:
         """Bytes that the producer says are there and that were not read."""
         return self._words[Word.HEAD] - self._position

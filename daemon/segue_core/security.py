@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import os
 import re
+import ssl
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -168,6 +169,18 @@ def check_unaltered(file: Path, key: str) -> None:
             f"{key}: others can write {file}",
             hint=f"check what it holds, chown {os.geteuid()} and chmod 600 it",
         )
+
+
+def trust_in(ca: Path, key: str) -> ssl.SSLContext:
+    """For clients of daemons' web servers: whoever the cluster's CA has signed, by any name, for certificates
+    have those of daemons, not of hosts. Raises ConfigError; `key` is what named the file."""
+    try:
+        context = ssl.create_default_context(cafile=str(ca))
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"{key}: cannot use {ca}: {error.strerror or error}") from error
+    context.check_hostname = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def check_private(file: Path, found: os.stat_result, key: str) -> None:

@@ -55,7 +55,7 @@ async def start_http(
     try:
         site = web.TCPSite(runner, host, port, reuse_address=True, ssl_context=tls)
         await site.start()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         await runner.cleanup()
         raise StartupError(f"{what}: {listen_problem(error, host, port)}", hint=LISTEN_HINT) from error
     bound: int = runner.addresses[0][1]
@@ -72,8 +72,10 @@ def _is_ours(record: logging.LogRecord) -> bool:
 LISTEN_HINT = "stop the process that uses it, or set another address in the configuration"
 
 
-def listen_problem(error: OSError, host: str, port: int) -> str:
+def listen_problem(error: OSError | UnicodeError, host: str, port: int) -> str:
     """Why `host:port` cannot be listened on, in words."""
+    if isinstance(error, UnicodeError):
+        return f"cannot listen on {host}:{port}: that is no host's name"
     if error.errno == errno.EADDRINUSE:
         return f"{host}:{port} is already in use"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"

@@ -94,7 +94,7 @@ class Api:
         watermark = await self._daemon.promote(seq, body.epoch, body.want_tokens, body.wait_ms)
         if watermark is None:
             return error_response(
-                f"sequence {seq!r} was promoted with epoch {self._daemon.store.fence(seq)} already",
+                f"sequence {seq!r} is written under epoch {self._daemon.store.newest(seq)} already",
                 hint="a promotion needs an epoch that was never used",
                 status=409,
             )

@@ -99,7 +99,7 @@ class Daemon:
                 )
             )
         self._placer = Placer(placement, self.host, self.links, self._clock)
-        self._leader = Leader(settings, self.incarnation, placement, self._clock, self.receiver.send)
+        self._leader = Leader(settings, placement, self._clock, self.receiver.send)
         self.receiver.members = self._leader.hear
         self._follower: Follower | None = None
         if isinstance(placement, FollowingPlacement):
@@ -198,7 +198,7 @@ class Daemon:
         """Wait until `want_tokens` are here (at most `wait_ms`), then fence lower epochs. Returns the
         watermark; None if an epoch as high stands already. Peers hear of it: one of them may hold a replica
         that the old writer would still continue."""
-        if self.store.fence(seq) >= epoch:
+        if self.store.newest(seq) >= epoch:
             return None
         try:
             async with asyncio.timeout(wait_ms / 1000):
@@ -226,8 +226,8 @@ class Daemon:
 
     def _replica_changed(self, seq: str) -> None:
         replica = self.store.replicas.get(seq)
-        if replica is not None:
-            self.host.fence(seq, replica.epoch)  # if the engine here writes it still, it is the last to know
+        newest = max(self.store.fence(seq), replica.epoch if replica is not None else 0)
+        self.host.fence(seq, newest)  # if the engine here writes it still, it is the last to know
         for waiter in self._watermark_waiters.get(seq, ()):
             if not waiter.done():
                 waiter.set_result(None)
@@ -243,7 +243,7 @@ class Daemon:
         replica = self.store.replicas.get(seq)
         sequence = session.ledger.sequences.get(seq) if session is not None else None
         newest = replica.epoch if replica is not None else 0
-        kept = replica is not None and replica.own and replica.epoch == newest
+        kept = replica is not None and replica.own and self.host.live is None
         if session is not None and sequence is not None and sequence.epoch >= newest + kept:
             peers = {link.name: link.watermark(session, seq) for link in self.links}
             return SequenceStatus(
@@ -311,7 +311,7 @@ class Daemon:
             replicas=len(store.replicas),
             leases=store.leases,
             refused=store.refused,
-            corrupt=self.receiver.corrupt + store.poisoned,
+            corrupt=self.receiver.corrupt + store.integrity.poisoned,
             loaded_bytes=store.loaded_bytes,
             limit_bytes=store.budget.limit,
             room_bytes=store.evictor.room_bytes,
@@ -322,7 +322,8 @@ class Daemon:
             evicted_live_replicas=store.evictor.live_replicas,
             own_replicas=store.evictor.own,
             evicted_own_replicas=store.evictor.own_replicas,
-            poisoned_blocks=store.poisoned,
+            fences_forgotten=store.fences.forgotten,
+            poisoned_blocks=store.integrity.poisoned,
             scrubbed_bytes=self._keeper.scrubber.scrubbed_bytes,
         )
 

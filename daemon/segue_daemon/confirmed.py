@@ -19,7 +19,7 @@ from segue_core.messages.peer import Nack
 from segue_daemon.engine import EngineSession
 from segue_daemon.hold import Held, HoldBack
 from segue_daemon.lag import LagMeter
-from segue_daemon.ledger import Sequence
+from segue_daemon.ledger import Changes, Sequence
 from segue_daemon.planner import Plan
 from segue_daemon.scan import BlockScan
 from segue_daemon.settings import ReplicationSettings
@@ -75,6 +75,8 @@ class ConfirmedShipment(Shipment):
     def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
         """The next delta that is sure. None: there is none for now; at most one more copy was made."""
         drain()
+        if self.session.ledger.stale:
+            return None  # what settles now could not be checked
         while (held := self._hold.settled(self.session.committed_at)) is not None:
             self._hold.drop(held.sequence.seq)
             if self._confirmed(held):
@@ -133,6 +135,17 @@ class ConfirmedShipment(Shipment):
             return super().unflushed()
         under_way = [p.sent - p.acked for p in self.planner.progress.values() if not p.stopped]
         return sum(under_way) + self.waiting
+
+    def note(self, changes: Changes, now_ns: int = 0) -> None:
+        for seq, _ in changes.forgotten:
+            self._void(seq)
+        super().note(changes, now_ns)
+
+    def flush(self, now_ns: int) -> None:
+        if self.session.dead:
+            for seq in self._hold.waiting(self.session.committed_at):
+                self._void(seq)  # nobody will confirm it, and it is in the way of what can be proved
+        super().flush(now_ns)
 
     def rewind(self, sequence: Sequence, watermark: int, now_ns: int = 0) -> None:
         self._void(sequence.seq)

@@ -22,14 +22,23 @@ from segue_daemon.curve import Monitor, answer_or_failure, secure_client
 from segue_daemon.keys import Keys
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.tls import GREETED, SecureSender
-from segue_daemon.wire import encode, send_bulk, tune
+from segue_daemon.wire import CONTROL_UNREAD_BYTES, encode, send_bulk, tune
+
+MAX_ANSWER_BYTES = 4 << 10
+"""Largest answer to a link: a nack with the longest name of a sequence takes a sixth of it."""
+MAX_QUESTIONS = 10_000
+"""What the peer has not read."""
 
 
-def control_socket(context: zmq.asyncio.Context, keys: Keys | None, name: str) -> zmq.asyncio.Socket:
-    """A control socket that can talk to the peer `name`. Raises ConfigError if its key is not there."""
+def control_socket(
+    context: zmq.asyncio.Context, keys: Keys | None, name: str, *, max_bytes: int = MAX_ANSWER_BYTES
+) -> zmq.asyncio.Socket:
+    """A control socket that can talk to the peer `name`, whose messages have at most `max_bytes`. Raises
+    ConfigError if its key is not there."""
     control = context.socket(zmq.DEALER)
     control.linger = 0
-    control.sndhwm = control.rcvhwm = 10_000
+    control.maxmsgsize = max_bytes
+    control.sndhwm, control.rcvhwm = MAX_QUESTIONS, CONTROL_UNREAD_BYTES // max_bytes
     try:
         if keys is not None:
             secure_client(control, keys, name)

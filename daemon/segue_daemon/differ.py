@@ -22,7 +22,7 @@ from segue_core.messages.peer import Delta, Part, PartKind
 from segue_daemon.arena import Bytes
 from segue_daemon.deltas import EMPTY_DIGEST, ENTRY_BYTES, ITEM_BYTES, checksum_of, encode_items
 from segue_daemon.ledger import Ledger, Sequence
-from segue_daemon.pages import Pages
+from segue_daemon.pages import Pages, PagesError
 from segue_daemon.planner import Plan
 from segue_daemon.slot_map import Numbers, SlotMap, Words
 
@@ -52,10 +52,11 @@ class Differ:
     ) -> None:
         geometry = pages.geometry
         self.block_bytes = geometry.block_bytes
+        self.delta_bytes = delta_bytes
         self._ledger = ledger
         self._pages = pages
         self._incarnation = incarnation
-        self._staging: Bytes = np.empty(max(delta_bytes, self.block_bytes) + 2 * self.block_bytes, np.uint8)
+        self._staging = pages.buffer(max(delta_bytes, self.block_bytes) + 2 * self.block_bytes)
         itemsizes = [region.itemsize for region in geometry.regions]
         self._item_bytes = max(n for n in ITEM_BYTES if all(size % n == 0 for size in itemsizes))
         self._padded = (self.block_bytes + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
@@ -91,7 +92,10 @@ class Differ:
                 parts.append(Part(position, PartKind.KEY, key, 0))
                 digests.append(EMPTY_DIGEST)
                 continue
-            part, tail = self._part(sequence, position, key, plan, at)
+            try:
+                part, tail = self._part(sequence, position, key, plan, at)
+            except PagesError:
+                return None  # `pages.failure` says why; whoever owns the session looks
             parts.append(part)
             # At once: the copy is still in the processor's cache.
             digests.append(xxhash.xxh3_64_intdigest(self._staging[at : at + part.nbytes].data))

@@ -22,13 +22,19 @@ from segue_core.messages.journal import Commit, Record
 from segue_core.messages.local import Register
 from segue_core.ring import Ring, Word
 from segue_core.shared_memory import check_sealed
+from segue_core.timeline import TimelineView
+from segue_daemon.completion import HeldProgress
 from segue_daemon.ledger import Changes, Ledger
-from segue_daemon.pages import HostPages
+from segue_daemon.open_pages import open_pages
+from segue_daemon.pages import Pages
 from segue_daemon.scan import BlockScan
 
 log = structlog.get_logger()
 
 MAX_RECORDS_PER_DRAIN = 10_000
+"""An engine that decodes writes so many in ten seconds: more are there only if this daemon was stopped."""
+MAX_LAST_DRAINS = 10
+"""A second and a half of work, once, if this daemon was stopped for minutes before its engine died."""
 UNREADABLE_NS = 100_000_000
 """A record that cannot be read for this long is not late but broken."""
 RANKS = struct.Struct("<II")
@@ -38,8 +44,8 @@ FIXED_FDS = 3
 
 
 class EngineSession:
-    """An engine process that registered. `fds` are journal, doorbell, lifeline, then one per
-    geometry handle."""
+    """An engine process that registered. `fds` are journal, doorbell, lifeline, the timeline if there is one,
+    then those of the geometry's handles."""
 
     def __init__(
         self, register: Register, fds: list[int], pid: int, clock: Clock, *, max_sequences: int
@@ -57,17 +63,22 @@ class EngineSession:
         self._unreadable_since = 0
         self._dropped = 0
         geometry = register.geometry.validate()
-        if len(fds) != FIXED_FDS + len(geometry.handle_bytes):
+        first_page = FIXED_FDS + register.timeline
+        if len(fds) != first_page + geometry.fd_count:
             raise ProtocolError(
                 f"engine {register.engine}: {len(fds)} file descriptors for"
-                f" {len(geometry.handle_bytes)} exported allocations"
+                f" {geometry.fd_count} exported allocations"
             )
+        if bool(geometry.gpu) != register.timeline or (register.timeline and self.scan is not None):
+            raise ProtocolError("register: memory on a GPU needs a timeline and notice before each step")
         check_sealed(fds[0], "the journal")
         self.ring = Ring(fds[0])
         self.doorbell = fds[1]
         os.set_blocking(self.doorbell, False)
         self.lifeline = LifelineWatch(fds[2])
-        self.pages = HostPages(geometry, fds[FIXED_FDS:])
+        self._timeline = TimelineView(fds[FIXED_FDS]) if register.timeline else None
+        self._held = HeldProgress(self._computed)
+        self.pages: Pages = open_pages(geometry, fds[first_page:])
         place = RANKS.pack(register.rank, register.ranks)
         combined = hashlib.blake2b(register.fingerprint + geometry.digest + place, digest_size=16).digest()
         self.ledger = Ledger(geometry, combined, max_sequences=max_sequences)
@@ -82,9 +93,20 @@ class EngineSession:
         """Whether its memory was let go."""
         return not self._fds
 
+    def _computed(self, seq: str) -> int:
+        sequence = self.ledger.sequences.get(seq)
+        return sequence.computed if sequence is not None else 0
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether the GPU still works on a committed step. It rings no doorbell: drain again."""
+        return bool(self._held)
+
     def drain(self) -> list[Changes]:
-        """Take what the journal has. What is wrong with it costs protection for a moment, nothing else."""
+        """Take what the journal has, a bounded part of it in one call: while there is more, the ledger is
+        `stale`. What is wrong with it costs protection for a moment, nothing else."""
         changes: list[Changes] = []
+        start, upto = self.ring.position, self.written
         dropped = self.ring.get(Word.DROPPED)
         if dropped != self._dropped:
             self._dropped = dropped
@@ -95,15 +117,41 @@ class EngineSession:
                 if payload is None:
                     break
                 record = decode(payload, Record, peer="journal")
+                if self._timeline is not None:
+                    record = self._held.take(record, self._timeline.step)
                 changes.append(self.ledger.apply(record))
                 if isinstance(record, Commit):
                     self.committed_at = self.ring.get(Word.TAIL)
             except (ProtocolError, msgspec.MsgspecError) as error:
                 changes.append(self._lost(str(error)))
                 break
-        if self.ring.unread() > 0 and not self.dead:
+        self._release(changes)
+        if self.ring.position > start:
+            self._unreadable_since = 0
+        elif self.ring.unread() > 0 and not self.dead:
             self._watch_unreadable(changes)
+        self.ledger.stale = self.ring.position < upto
         return changes
+
+    def last_words(self) -> list[Changes]:
+        """The engine is gone: take all that its journal still says. If its end is too far, or cannot be
+        read, nothing is claimed of what it left: the rest may have given its blocks away."""
+        changes = self.drain()
+        for _ in range(MAX_LAST_DRAINS):
+            changes += self.drain() if self.ledger.stale else []
+        if self.ledger.stale:
+            changes.append(self._lost("the engine is gone, and its last records cannot be read"))
+            self.ledger.stale = False
+        return changes
+
+    def _release(self, changes: list[Changes]) -> None:
+        """Apply what was committed earlier and is complete on the GPU now."""
+        commit = self._held.release(self._timeline.step) if self._timeline is not None else None
+        if commit is not None:
+            try:
+                changes.append(self.ledger.apply(commit))
+            except ProtocolError as error:
+                changes.append(self._lost(str(error)))
 
     def _watch_unreadable(self, changes: list[Changes]) -> None:
         now = self._clock.now_ns()
@@ -119,6 +167,7 @@ class EngineSession:
         whose blocks belong to somebody else by then.
         """
         self.broken_records += 1
+        self._held.forget()
         self.ring.skip()
         self.ring.set(Word.SNAPSHOT_WANTED, 1)
         self._unreadable_since = 0
@@ -154,5 +203,7 @@ class EngineSession:
         self.lifeline.stopped = True
         self.pages.close()
         self.ring.close()
+        if self._timeline is not None:
+            self._timeline.close()
         while self._fds:
             os.close(self._fds.pop())

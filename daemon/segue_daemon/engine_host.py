@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -39,6 +40,8 @@ SAMPLE_S = 0.05
 """How often progress is judged; also the longest that a missed doorbell can go unnoticed."""
 LIFELINE_CONFIRM_MS = 1_000
 """A broken lifeline counts if its process is seen to exit within this time."""
+COMPLETION_POLL_S = 0.001
+"""How often a GPU that has not completed a committed step yet is looked at: a read of shared memory."""
 ORPHAN_S = 60.0
 """A dead engine's sequences stay restorable at the peers this long."""
 FINGERPRINT_BYTES = 16
@@ -70,6 +73,7 @@ class EngineHost:
         self._judge = self._new_judge()
         self._verdict: tuple[EngineState, int] = ("absent", 0)
         self._orphans: dict[tuple[int, str, int], float] = {}
+        self._looking = False
 
     @property
     def live(self) -> EngineSession | None:
@@ -106,6 +110,8 @@ class EngineHost:
             self.left(current, dead=True)
         if len(message.fingerprint) != FINGERPRINT_BYTES:
             raise ProtocolError(f"register: a fingerprint has {FINGERPRINT_BYTES} bytes")
+        if not all(map(math.isfinite, message.defaults.values())):  # JSON has no word for them
+            raise ProtocolError(f"register: sampling defaults must be finite numbers: {message.defaults}")
         limit = self._settings.replication.max_sequences
         session = EngineSession(message, fds, connection.pid, self._clock, max_sequences=limit)
         loop = asyncio.get_running_loop()
@@ -162,7 +168,8 @@ class EngineHost:
         log.warning(
             "engine died" if dead else "engine hung up", engine=session.register.engine, pid=session.pid
         )
-        self.drain()
+        for changes in session.last_words():
+            self._apply(session, changes)
         session.dead = True
         asyncio.get_running_loop().remove_reader(session.doorbell)
         self._worker = None
@@ -235,6 +242,13 @@ class EngineHost:
         self.drain()
         if not session.sleep():
             self.drain()
+        if session.awaiting and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_later(COMPLETION_POLL_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = False
+        self.drain_and_sleep()
 
     def drain(self) -> None:
         """Apply the journal and pass on what changed."""
@@ -293,6 +307,9 @@ class EngineHost:
             session = self.live
             if session is None:
                 continue
+            if session.pages.failure:
+                self._unreadable(session)
+                continue
             ring = session.ring
             verdict = self._judge.judge(
                 Sample(
@@ -307,6 +324,13 @@ class EngineHost:
             if verdict[0] != before[0]:
                 log.warning("engine " + verdict[0], engine=session.register.engine, age_ms=verdict[1])
                 self._changed()
+
+    def _unreadable(self, session: EngineSession) -> None:
+        """The engine lives, its memory cannot be read: let it go, and let it register anew."""
+        log.error("engine memory lost", engine=session.register.engine, reason=session.pages.failure)
+        if self._worker is not None:
+            self._worker.send(Refused(session.pages.failure, retry=True))
+        self.left(session, dead=False)
 
     def _new_judge(self) -> ProgressJudge:
         timeouts = self._settings.timeouts

@@ -17,6 +17,8 @@ class Fences:
     def __init__(self, limit: int = MAX_FENCES) -> None:
         self._limit = limit
         self._epochs: OrderedDict[str, int] = OrderedDict()
+        self.forgotten = 0
+        """Each of them a late writer could begin anew: with the right KV of its ids, but in vain."""
 
     def __len__(self) -> int:
         return len(self._epochs)
@@ -33,3 +35,4 @@ class Fences:
         self._epochs.move_to_end(seq)
         if len(self._epochs) > self._limit:
             self._epochs.popitem(last=False)
+            self.forgotten += 1

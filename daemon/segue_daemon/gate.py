@@ -23,6 +23,7 @@ from segue_daemon.curve import ZAP_ADDRESS, Monitor, proven_name, secure_server,
 from segue_daemon.keys import Keys
 from segue_daemon.supervise import Tasks, supervise
 from segue_daemon.tls import GREETED, SecureReceiver
+from segue_daemon.wire import CONTROL_UNREAD_BYTES
 
 log = structlog.get_logger()
 
@@ -31,7 +32,11 @@ NEWCOMER_S = 5.0
 MAX_NEWCOMERS = 64
 """Bulk connections that have not; when there are more, the oldest goes: a peer needs a moment only."""
 MAX_CONTROL_BYTES = 1 << 20
-MAX_CONTROL_QUEUE = 10_000
+MAX_ANSWERS = 10_000
+"""Answers that one peer has not read."""
+KEEPALIVE_S = 30
+KEEPALIVE_PROBES = 4
+"""So often a silent control connection's host is asked whether it is there: its daemon may be stopped."""
 HUSH_S = 60.0
 MAX_HUSHED = 64
 
@@ -59,7 +64,10 @@ def control_router(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
     control.linger = 0
     control.router_mandatory = True
     control.maxmsgsize = MAX_CONTROL_BYTES
-    control.sndhwm = control.rcvhwm = MAX_CONTROL_QUEUE
+    control.sndhwm, control.rcvhwm = MAX_ANSWERS, CONTROL_UNREAD_BYTES // MAX_CONTROL_BYTES
+    control.tcp_keepalive = 1  # a host that is gone would leave its connection here for good
+    control.tcp_keepalive_idle = control.tcp_keepalive_intvl = KEEPALIVE_S
+    control.tcp_keepalive_cnt = KEEPALIVE_PROBES
     return control
 
 

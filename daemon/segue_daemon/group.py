@@ -24,6 +24,7 @@ from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import Control, Join, Joined, Placements, Report
 from segue_core.messages.status import GroupStatus
 from segue_daemon.dial import control_socket
+from segue_daemon.gate import Hush
 from segue_daemon.group_placement import FollowingPlacement, LeadingPlacement
 from segue_daemon.keys import Keys
 from segue_daemon.placement import Placement
@@ -65,16 +66,14 @@ class Member:
 class Leader:
     """At rank 0; also where there is one rank only, and nobody may join."""
 
-    def __init__(
-        self, settings: DaemonSettings, incarnation: int, placement: Placement, clock: Clock, send: Send
-    ) -> None:
+    def __init__(self, settings: DaemonSettings, placement: Placement, clock: Clock, send: Send) -> None:
         """`send(identity, message)` returns whether it went out."""
         self._settings = settings
-        self._incarnation = incarnation
         self._placement = placement if isinstance(placement, LeadingPlacement) else None
         self._clock = clock
         self._send = send
         self._members: dict[int, Member] = {}
+        self._hush = Hush()
         self._wake = asyncio.Event()
         if self._placement is not None:
             self._placement.changed = self._wake.set
@@ -88,16 +87,20 @@ class Leader:
             if member.identity == identity and self._placement is not None:
                 member.heard_ns = self._clock.now_ns()
                 self._placement.reported(rank, message.peers, message.turned_away, member.heard_ns)
-                await self._tell(rank, member, message.number)
+                if self._placement.follows(rank):
+                    await self._tell(rank, member, message.number)
+                else:
+                    self._leave(rank, member)  # too much to tell: it hears nothing, and joins again
                 return
 
     async def _join(self, identity: bytes, join: Join) -> None:
         refusal = self._refusal(join)
-        await self._send(identity, Joined(PROTOCOL_VERSION, self._incarnation, refusal))
-        if refusal or self._placement is None:
-            log.warning("another rank's daemon may not join", reason=refusal)
-            return
+        await self._send(identity, Joined(PROTOCOL_VERSION, refusal))
         now_ns = self._clock.now_ns()
+        if refusal or self._placement is None:
+            if self._hush.is_news(join.name, refusal, now_ns):  # it tries again and again
+                log.warning("another rank's daemon may not join", reason=refusal)
+            return
         self._members[join.rank] = Member(identity, now_ns)
         self._placement.joined(join.rank, now_ns)
         self._wake.set()
@@ -198,16 +201,15 @@ class Follower:
 
     async def _follow(self) -> None:
         settings, group = self._settings, self._settings.group
-        control = control_socket(self._context, self._keys, settings.name)
+        control = control_socket(self._context, self._keys, settings.name, max_bytes=MAX_MESSAGE_BYTES)
         try:
-            control.maxmsgsize = MAX_MESSAGE_BYTES
             control.connect(f"tcp://{group.leader}")
             async with asyncio.timeout(settings.timeouts.peer_ms / 1000):
                 await control.send(encode(Join(PROTOCOL_VERSION, settings.name, group.rank, group.ranks)))
                 joined = decode(await control.recv(), Control, peer="rank 0")
             if not isinstance(joined, Joined) or joined.refusal:
                 raise ProtocolError(f"rank 0 at {group.leader}: {getattr(joined, 'refusal', 'no answer')}")
-            self._placement.joined(joined.incarnation)
+            self._placement.joined()
             self._heard_ns = self._clock.now_ns()
             self._detail = self._logged = ""
             log.info("joined rank 0", leader=group.leader)

@@ -4,10 +4,10 @@ A copy is worth nothing unless the ranks of one peer engine hold all of it, so o
 sees each peer as its weakest rank does: usable if it is usable to all, with the least room, refused if one is
 refused. A follower without a word about a sequence places it nowhere: without rank 0 nothing can be restored,
 and where the leader would have put it nobody can know. What it was told stays until it is told otherwise,
-also while the leader is away.
+also while the leader is away, or was started again and has no peer to place it at yet.
 
 Invariants: a follower holds a sequence where the leader said last, or nowhere; a follower that has joined is
-told of every sequence that is placed, and of every change after that.
+told of every sequence that has a holder, and of every change after that.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class LeadingPlacement(Placement):
     def joined(self, rank: int, now_ns: int) -> None:
         """The daemon of `rank` is here, perhaps again: it knows nothing of what it was told."""
         self.left(rank, now_ns)
-        self._untold[rank] = dict.fromkeys(self._placed)
+        self._untold[rank] = {seq: None for seq, placed in self._placed.items() if placed.holders}
+
+    def follows(self, rank: int) -> bool:
+        """Whether it is told everything."""
+        return rank in self._untold
 
     def left(self, rank: int, now_ns: int) -> None:
         """It is gone, or its peers are not known any more: no peer is there for all ranks."""
@@ -140,13 +144,13 @@ class LeadingPlacement(Placement):
         for rank, untold in list(self._untold.items()):
             untold[seq] = None
             if len(untold) > MAX_TOLD:
-                del self._untold[rank]  # it will hear nothing, and join again
+                del self._untold[rank]  # it has to join again
         self.changed()
 
     def holders(self, seq: str) -> tuple[str, ...]:
         new = seq not in self._placed
         found = super().holders(seq)
-        if new:
+        if new and found:
             self._note(seq)
         return found
 
@@ -167,20 +171,21 @@ class FollowingPlacement(Placement):
 
     def __init__(self, peers: Iterable[str], **options: Any) -> None:
         super().__init__(peers, **options)
-        self._leader = 0
         self._told: dict[str, tuple[str, ...]] = {}
+        self._unsure: set[str] = set()
+        """What is placed here by words from before the leader was joined last: it may have been over there
+        meanwhile, and then nobody will say so."""
         self._budgets: dict[str, int] = {}
 
-    def joined(self, leader: int) -> None:
-        """`leader`: the incarnation of the daemon that decides. Another life of it will not take back what
-        the one before said of sequences that are over."""
-        if leader != self._leader:
-            self._leader = leader
-            self._told = {seq: peers for seq, peers in self._told.items() if seq in self._placed}
+    def joined(self) -> None:
+        """The leader says it all again, but takes nothing back of what is over since."""
+        self._told = {seq: peers for seq, peers in self._told.items() if seq in self._placed}
+        self._unsure = set(self._told)
 
     def told(self, words: Iterable[Word]) -> None:
         """Where the leader wants sequences; said twice, it changes nothing."""
         for word in words:
+            self._unsure.discard(word.seq)
             if word.peers and (word.seq in self._told or len(self._told) < MAX_TOLD):
                 self._told[word.seq] = tuple(name for name in word.peers if name in self.peers)
             elif word.seq in self._placed:
@@ -218,8 +223,9 @@ class FollowingPlacement(Placement):
 
     def forget(self, seq: str) -> None:
         super().forget(seq)
-        if not self._told.get(seq, ("",)):
-            del self._told[seq]  # the leader has forgotten it before
+        if seq in self._unsure or not self._told.get(seq, ("",)):
+            self._unsure.discard(seq)
+            self._told.pop(seq, None)  # the leader has forgotten it before
 
     def _fill(self, seq: str, placed: Placed) -> None:
         for name in self._told.get(seq, ()):

@@ -65,6 +65,10 @@ class HoldBack:
         oldest = next(iter(self._held.values()), None)
         return oldest if oldest is not None and committed_at > oldest.written else None
 
+    def waiting(self, committed_at: int) -> list[str]:
+        """Sequences whose copy no commit has come after yet."""
+        return [seq for seq, held in self._held.items() if held.written >= committed_at]
+
     def drop(self, seq: str) -> Held | None:
         """What is held of `seq` is taken or void; None if there is nothing."""
         held = self._held.pop(seq, None)

@@ -69,12 +69,12 @@ class StoreKeeper:
             more = self._store.evictor.trim(now_ns)
         if self._store.budget.limit < self._arena.capacity:
             self._give_pages_back()
-        self.scrubber.tick(now_ns, self._store.sealed_blocks, lambda: self._store.scrub_one(now_ns))
-        if self._store.poisoned and not self._poisoned_logged:
+        self.scrubber.tick(now_ns, self._store.sealed_blocks, lambda: self._store.integrity.scrub_one(now_ns))
+        if self._store.integrity.poisoned and not self._poisoned_logged:
             self._poisoned_logged = True
             log.error(
                 "a replica's memory has changed by itself: the block is dropped and will not be loaded",
-                blocks=self._store.poisoned,
+                blocks=self._store.integrity.poisoned,
                 hint="check this host's memory; further ones are only counted (segue_store_poisoned_blocks)",
             )
 

@@ -17,9 +17,11 @@ from segue_core.content_key import TOKEN_BYTES
 from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
 from segue_daemon.engine import EngineSession
 from segue_daemon.ledger import Ledger, Sequence
+from segue_daemon.pages import PagesError
 from segue_daemon.replicas import OWN_WRITER, Refusal
 from segue_daemon.store import ReplicaStore
 
+MAX_EXPIRED_AT_ONCE = 64
 SLICE_BYTES = 4 << 20
 """Copied in one piece (a block is never divided): about a millisecond."""
 
@@ -75,6 +77,9 @@ class OwnKeep:
                     if session.scan is not None and not session.scan.proves(part.key, room.data):
                         self._store.cancel(reservation)
                         return False  # such an engine gives no notice: who wrote this last is not known
+        except PagesError:
+            self._store.cancel(reservation)
+            return False
         except BaseException:
             self._store.cancel(reservation)
             raise
@@ -136,8 +141,8 @@ class OwnKeep:
             self._store.end(End(seq, epoch, incarnation))
 
     def expire(self, now_ns: int) -> None:
-        """Let go of what nobody came back for."""
-        while self._until_ns:
+        """Let go of what nobody came back for, a bounded part of it in one call."""
+        for _ in range(min(len(self._until_ns), MAX_EXPIRED_AT_ONCE)):
             ended_by, until_ns = next(iter(self._until_ns.items()))
             if until_ns > now_ns:
                 return

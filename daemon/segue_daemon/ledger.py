@@ -77,6 +77,8 @@ class Ledger:
         self.fingerprint = fingerprint
         self.sequences: dict[str, Sequence] = {}
         self.step = 0
+        self.stale = False
+        """Records were written that are not applied yet: until they are, no block is known to be intact."""
         self.refused = 0
         self._max_sequences = max_sequences
         self._generation = array("Q", [0]) * geometry.num_blocks
@@ -179,7 +181,8 @@ class Ledger:
     def intact(self, sequence: Sequence, first: int, last: int) -> bool:
         """Whether blocks [first, last) of the table still belong to `sequence`, unchanged hands."""
         return (
-            self.sequences.get(sequence.seq) is sequence
+            not self.stale
+            and self.sequences.get(sequence.seq) is sequence
             and last <= len(sequence.blocks)
             and all(
                 self._generation[sequence.blocks[i]] == sequence.generations[i] for i in range(first, last)

@@ -20,20 +20,12 @@ import zmq.asyncio
 from segue_core.clock import Clock
 from segue_core.errors import SegueError, Unavailable
 from segue_core.framing import decode
-from segue_core.messages.peer import (
-    Ack,
-    Control,
-    End,
-    Nack,
-    NackReason,
-    Ping,
-    Pong,
-    Welcome,
-)
+from segue_core.messages.peer import Ack, Control, End, Nack, NackReason, Ping, Pong, Welcome
 from segue_core.messages.status import PeerStatus
 from segue_daemon.bucket import Bucket, SharedBudget, Throttle
 from segue_daemon.confirmed import shipment_of
 from segue_daemon.dial import Peer, control_socket, greet, hello_of, open_bulk, until_closed
+from segue_daemon.ends import Ends
 from segue_daemon.engine import EngineSession
 from segue_daemon.keys import Keys
 from segue_daemon.lag import LagMeter
@@ -47,7 +39,6 @@ from segue_daemon.wire import Slices, encode, send_bulk
 
 log = structlog.get_logger()
 
-MAX_PENDING_ENDS = 100_000
 PING_S = 0.5
 MAX_REASONS = 16
 """Each reason why a peer is lost is logged once, until it is back."""
@@ -100,10 +91,7 @@ class Link:
         self._peer_incarnation = 0
         self._outbox = Outbox(self._throttle)
         self._shipments = self._outbox.shipments
-        self._ends: dict[tuple[str, int], End] = {}
-        self._said: dict[tuple[str, int], tuple[End, int]] = {}
-        """Ends that went out, and how many deltas had gone before: an answer to a later one proves that they
-        arrived. Said again when the link breaks before that."""
+        self._ends = Ends()
         self._wake = asyncio.Event()
         self._progressed = asyncio.Event()
         self._heard_ns = 0
@@ -142,10 +130,10 @@ class Link:
             return
         back = {move.seq for move in moves if self.name in move.added}
         if back:
-            self._said = {key: said for key, said in self._said.items() if key[0] not in back}
+            self._ends.begun(back)
         for move in moves:
             if self.name in move.dropped and (epoch := shipment.forget(move.seq)):
-                self._add_end(End(move.seq, epoch, session.incarnation))
+                self._ends.add(End(move.seq, epoch, session.incarnation))
             elif self.name in move.added:
                 shipment.begin(move.seq, self._clock.now_ns())
         self._wake.set()
@@ -156,6 +144,7 @@ class Link:
         shipment = self._shipments.get(session.incarnation)
         if shipment is not None and shipment.session is session:
             del self._shipments[session.incarnation]
+            self._progressed.set()
 
     def note(self, session: EngineSession, changes: Changes) -> None:
         """The engine's ledger moved."""
@@ -171,12 +160,8 @@ class Link:
             shipment.forget(seq)
         if not any(s.speaks_for(seq) for s in self._shipments.values()):
             self._placement.forget(seq)
-        self._add_end(End(seq, epoch, session_incarnation))
+        self._ends.add(End(seq, epoch, session_incarnation))
         self._wake.set()
-
-    def _add_end(self, end: End) -> None:
-        if len(self._ends) < MAX_PENDING_ENDS:
-            self._ends[end.seq, end.epoch] = end
 
     def watermark(self, session: EngineSession, seq: str) -> int:
         """Tokens of `seq` verified at the peer."""
@@ -195,7 +180,7 @@ class Link:
         if last is not None and last.session is session:
             last.flush(self._clock.now_ns())
             self._wake.set()
-        while self.connected:
+        while self.connected and self._settings.replication.enabled:
             shipment = self._shipments.get(session.incarnation)
             if shipment is None or shipment.session is not session or not shipment.unflushed():
                 return
@@ -288,13 +273,11 @@ class Link:
         self._outbox.opened(welcome.window_bytes)
         self._heard_ns = self._clock.now_ns()
         if same_life:
-            self._ends = {key: end for key, (end, _) in self._said.items()} | self._ends
-            self._said.clear()
+            self._ends.again()
             for shipment in self._shipments.values():
                 shipment.reconnected(self._heard_ns)
         else:
             self._ends.clear()
-            self._said.clear()
             for incarnation, shipment in list(self._shipments.items()):
                 self._shipments[incarnation] = self._shipment(shipment.session)
         self._placement.up(self.name, host=welcome.host, zone=welcome.zone)
@@ -310,10 +293,7 @@ class Link:
             await self._wake.wait()
             self._wake.clear()
             while self._ends:
-                key = next(iter(self._ends))
-                end = self._ends.pop(key)
-                if len(self._said) < MAX_PENDING_ENDS:
-                    self._said[key] = end, self._outbox.number
+                end = self._ends.say(self._outbox.number)
                 self._throttle.take(await send_bulk(bulk, end), self._clock.now_ns())
                 await slices.share()
             while self._settings.replication.enabled:
@@ -349,12 +329,12 @@ class Link:
             if isinstance(message, Ack | Nack):
                 self._outbox.consumed(message.consumed_bytes)
                 self._answered(message)
-                if self._said:
-                    late = message.number
-                    self._said = {key: said for key, said in self._said.items() if said[1] >= late}
+                self._ends.heard(message.number)
                 self._wake.set()
                 self._progressed.set()
             elif isinstance(message, Pong):
+                if self._outbox.lacks_answer(message.consumed_bytes):
+                    raise Unavailable("an answer was lost")
                 self._hear_room(message)
                 for shipment in self._shipments.values():
                     shipment.retry_refused(message.free_bytes, self._heard_ns)

@@ -13,17 +13,19 @@ import fcntl
 import os
 import socket
 import stat
-import struct
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import structlog
 
+from segue_core.credentials import check_client
 from segue_core.errors import GeometryError, ProtocolError, StartupError
 from segue_core.framing import LENGTH, MAX_FRAME_BYTES, close_fds, decode, encode_frame, recv_with_fds
+from segue_core.memory_handle import MAX_PIECES
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Match, Refused, Register, Registered, Release, ToDaemon
+from segue_daemon.open_pages import warm_up
 from segue_daemon.supervise import Tasks, supervise
 
 log = structlog.get_logger()
@@ -31,6 +33,8 @@ log = structlog.get_logger()
 HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 64
 MAX_UNREAD_BYTES = 4 << 20
+MAX_FDS = MAX_PIECES + 8
+"""In one registration: each physical allocation of GPU memory has one."""
 
 
 class Connection:
@@ -131,7 +135,7 @@ class LocalServer:
     async def _serve(self, accepted: socket.socket) -> None:
         fds: list[int] = []
         try:
-            pid = check_credentials(accepted)
+            pid = check_client(accepted)
             body, fds = await _first_frame(accepted)
             if not body:
                 accepted.close()
@@ -166,9 +170,7 @@ class LocalServer:
             accepted.setblocking(False)
             connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid)
             if refused is None and isinstance(message, Register):
-                refused = self._handler.register(message, list(fds), connection)
-                if refused is None:
-                    fds.clear()
+                refused = await self._register(message, fds, connection)
         except (ProtocolError, GeometryError, OSError, ValueError) as error:
             refused = Refused(str(error), retry=False)
         if refused is not None or connection is None:
@@ -182,6 +184,19 @@ class LocalServer:
         incarnation, arena_fd, arena_bytes = self._handler.arena()
         _answer(accepted, Registered(incarnation, arena_bytes), [arena_fd])
         return connection, isinstance(message, Register)
+
+    async def _register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
+        """Hand an engine over, with its descriptors if it is taken in. What takes long on a GPU comes first,
+        in a thread."""
+        cool_down = await asyncio.to_thread(warm_up, message.geometry) if message.geometry.gpu else None
+        try:
+            refused = self._handler.register(message, list(fds), connection)
+            if refused is None:
+                fds.clear()
+            return refused
+        finally:
+            if cool_down is not None:
+                await asyncio.to_thread(cool_down)
 
     async def _converse(self, connection: Connection, worker: bool) -> None:
         try:
@@ -251,7 +266,7 @@ async def _first_frame(accepted: socket.socket) -> tuple[bytes, list[int]]:
     accepted.settimeout(HANDSHAKE_S)
     late = asyncio.get_running_loop().call_later(HANDSHAKE_S, _hang_up, accepted)
     try:
-        return await asyncio.to_thread(recv_with_fds, accepted, peer="local connection")
+        return await asyncio.to_thread(recv_with_fds, accepted, peer="local connection", max_fds=MAX_FDS)
     finally:
         late.cancel()
 
@@ -269,14 +284,3 @@ def _answer(connection: socket.socket, message: msgspec.Struct, fds: list[int]) 
         socket.send_fds(connection, [frame], fds)
     except OSError as error:
         log.warning("local connection ended during its handshake", reason=str(error))
-
-
-def check_credentials(connection: socket.socket) -> int:
-    """Only this user's processes and root's may connect. Returns the process id; raises ProtocolError."""
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if uid not in (0, os.geteuid()):
-        raise ProtocolError(
-            f"process {pid} of user {uid} may not connect; only user {os.geteuid()} and root may"
-        )
-    return int(pid)

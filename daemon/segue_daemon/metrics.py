@@ -80,6 +80,7 @@ class DaemonCollector(Collector):
             ("segue_store_scrubbed_bytes", "Bytes compared with their checksums", store.scrubbed_bytes),
             ("segue_store_hits", "Full blocks that engines asked for and got", store.hits),
             ("segue_store_misses", "Full blocks that engines asked for in vain", store.misses),
+            ("segue_store_fences_forgotten", "Epochs given up for newer ones", store.fences_forgotten),
         ):
             yield CounterMetricFamily(name, text, value=value)
         evicted = CounterMetricFamily(

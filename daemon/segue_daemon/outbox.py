@@ -21,13 +21,14 @@ class Outbox:
         self.window = 0
         self._sent = 0
         self._consumed = 0
+        self._answered = 0
         self.number = 0
         """Of the latest delta."""
 
     def opened(self, window_bytes: int) -> None:
         """A new link: the peer takes `window_bytes` unacked."""
         self.window = window_bytes
-        self._sent = self._consumed = 0
+        self._sent = self._consumed = self._answered = 0
 
     def delta_bytes(self, most: int) -> int:
         """How large a delta may be, at most `most`: two fit the window, so that one can be on its way while
@@ -44,8 +45,13 @@ class Outbox:
         """So many bytes of deltas went out."""
         self._sent += nbytes
 
+    def lacks_answer(self, consumed_bytes: int) -> bool:
+        """Whether an answer was lost: a later message than it would have been says `consumed_bytes`."""
+        return consumed_bytes > self._answered
+
     def consumed(self, upto: int) -> None:
         """The peer has taken `upto` bytes of this link; more than was sent is not believed."""
+        self._answered = max(self._answered, upto)
         self._consumed = min(max(self._consumed, upto), self._sent)
 
     def next(self, drain: Callable[[], None], now_ns: int) -> Ready | int:

@@ -1,7 +1,8 @@
 """An engine's KV pages as the daemon sees them: mapped read only, copied out block by block.
 
-`Pages` is the interface; `HostPages` maps host memory by file descriptor. Nothing here can write to the
-engine. Invariant: only bytes that the validated geometry names are read.
+`Pages` is the interface; `HostPages` maps host memory by file descriptor, `cuda.pages.CudaPages` GPU memory.
+Nothing here can write to the engine. Invariants: only bytes that the validated geometry names are read; what
+is closed or out of bounds is refused, never read as something else.
 """
 
 from __future__ import annotations
@@ -14,15 +15,27 @@ from typing import Protocol
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from segue_core.errors import ProtocolError
+from segue_core.errors import ProtocolError, SegueError
 from segue_core.geometry import Fragment, Geometry
 from segue_daemon.arena import Bytes
 
 
+class PagesError(SegueError):
+    """The memory of this engine cannot be read (any more). It says nothing about any other."""
+
+
 class Pages(Protocol):
-    """Memory that holds an engine's KV blocks."""
+    """Memory that holds an engine's KV blocks. Copies raise PagesError when it cannot be read, IndexError
+    for a block that does not exist, ValueError if `out` is too small."""
 
     geometry: Geometry
+    failure: str
+    """Why the memory cannot be read any more; empty while it can."""
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """Memory to copy into: (nbytes,) uint8, of the kind that copies are fastest to. It outlives
+        `close`."""
+        ...
 
     def copy_block(self, block: int, out: Bytes) -> None:
         """Copy block `block` into `out` ((block_bytes,) uint8), fragments in geometry order."""
@@ -43,6 +56,7 @@ class HostPages:
     def __init__(self, geometry: Geometry, fds: list[int]) -> None:
         """Map every handle. The descriptors stay the caller's. Raises ProtocolError if they are short."""
         self.geometry = geometry
+        self.failure = ""
         self._maps: list[mmap.mmap] = []
         for fd, nbytes in zip(fds, geometry.handle_bytes, strict=True):
             size = os.fstat(fd).st_size
@@ -65,10 +79,20 @@ class HostPages:
             writeable=False,
         )
 
+    def buffer(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
+
+    def _check(self, block: int) -> None:
+        if not self._maps:
+            raise PagesError("the engine's memory is closed")
+        check_block(self.geometry, block)
+
     def copy_block(self, block: int, out: Bytes) -> None:
+        self._check(block)
         _copy(self._groups, block, out)
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
+        self._check(block)
         groups = self._slot_groups.get((first, last))
         if groups is None:
             pieces = tuple(run.piece for run in self.geometry.slot_runs(first, last))
@@ -84,6 +108,18 @@ class HostPages:
             with contextlib.suppress(BufferError):  # a view is still referenced: it goes with that
                 mapping.close()
         self._maps = []
+
+
+def check_block(geometry: Geometry, block: int) -> None:
+    """Raise IndexError unless there is such a block."""
+    if not 0 <= block < geometry.num_blocks:
+        raise IndexError(f"block {block} of {geometry.num_blocks}")
+
+
+def check_room(out: Bytes, nbytes: int) -> None:
+    """Raise ValueError unless `out` has room for `nbytes` that lie together."""
+    if out.size < nbytes or not out.flags.c_contiguous:
+        raise ValueError(f"room for {out.size} bytes, {nbytes} are needed, together")
 
 
 def _copy(groups: list[Bytes], block: int, out: Bytes) -> int:

@@ -60,7 +60,7 @@ class Placer:
             placed += to_hold
             achieved += held if link.connected else 0
         return CopiesStatus(
-            wanted=sum(sequence.replicated for sequence in sequences.values()) * self._placement.replicas,
+            wanted=sum(s.replicated and not s.fenced for s in sequences.values()) * self._placement.replicas,
             placed=placed,
             achieved=achieved,
             moves=self._placement.moves,

@@ -1,9 +1,9 @@
 """The receiving side of the peer channel: takes peers' deltas into the replica store.
 
-Owns the control ROUTER and the bulk listener. Each payload goes straight to where it will stay, is
-verified there, and counts only then. Invariants: a delta without a greeted writer, larger than the
-window, with a wrong checksum or a low epoch changes nothing; a writer is told what the store gave up of its
-replicas; replicas of a writer that was not heard of for `ORPHAN_S` go.
+Owns the control ROUTER, the bulk listener and who writes here. Invariants: a delta without a greeted
+writer, larger than the window, with a wrong checksum or a low epoch changes nothing; a writer has one bulk
+connection, and hears what the store gave up of its replicas; those of one that was not heard of for
+`ORPHAN_S` go.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 
-import numpy as np
 import structlog
-import xxhash
 import zmq
 import zmq.asyncio
 
@@ -29,25 +27,24 @@ from segue_core.messages.peer import (
     BulkHello,
     Control,
     Delta,
+    End,
     Hello,
     Join,
     Nack,
-    NackReason,
     Ping,
     Pong,
     Report,
     Welcome,
 )
 from segue_core.service import LISTEN_HINT, listen_problem
-from segue_daemon.arena import Bytes
 from segue_daemon.gate import Gate, control_router
 from segue_daemon.keys import Keys
-from segue_daemon.replicas import Loss, Refusal, Reservation
+from segue_daemon.payload import Bulk, Payloads
+from segue_daemon.replicas import Loss, Refusal
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.supervise import Tasks, supervise
-from segue_daemon.tls import SecureReceiver
-from segue_daemon.wire import Slices, encode, recv_bulk_header, recv_into, tune
+from segue_daemon.wire import Slices, encode, recv_bulk_header, tune
 from segue_daemon.writers import Losses, Lost, Writer
 
 log = structlog.get_logger()
@@ -60,9 +57,6 @@ MAX_WRITERS = 1024
 MAX_LOSSES = 10_000
 """Losses that writers have not been told of yet."""
 FRAME_DEADLINE_S = 30.0
-DRAIN_CHUNK = 1 << 20
-PARTS_AT_ONCE = 256
-Bulk = socket.socket | SecureReceiver
 
 
 class Receiver:
@@ -84,7 +78,6 @@ class Receiver:
         that peers are told. `changed` is called with the name of each sequence whose watermark moved. Hears
         of the store's losses from now on, to tell the writers."""
         self._orphan_ns = int(ORPHAN_S * 1e9)
-        self.corrupt = 0
         self.control_port = 0
         self._settings = settings
         self._incarnation = incarnation
@@ -105,8 +98,14 @@ class Receiver:
         self._tasks = Tasks()
         self.members: Callable[[bytes, Join | Report], Awaitable[None]] | None = None
         """Hears what daemons of other ranks say."""
+        self._payloads = Payloads(store, clock)
         self._gate = Gate(keys, context, clock, self._tasks)
         store.on_loss = self._note_loss
+
+    @property
+    def corrupt(self) -> int:
+        """Deltas with a wrong checksum."""
+        return self._payloads.corrupt
 
     async def start(self) -> None:
         """Bind both listeners. Raises StartupError if an address cannot be used."""
@@ -159,12 +158,7 @@ class Receiver:
                     self._gate.check_name(message.name, frames[1])
                     await self._greet(identity, message)
                 elif isinstance(message, Ping):
-                    if identity in self._writers:
-                        self._writers[identity].heard_ns = self._clock.now_ns()
-                    room, budget = self._store.evictor.room_bytes, self._store.budget.limit
-                    running = self._running()
-                    pong = Pong(message.number, room, budget, running or 0, running is not None)
-                    await self.send(identity, pong)
+                    await self.send(identity, self._pong(identity, message))
                 elif isinstance(message, Join | Report):
                     if isinstance(message, Join):
                         self._gate.check_name(message.name, frames[1])
@@ -175,8 +169,18 @@ class Receiver:
             except ProtocolError as error:
                 self._gate.say("control message ignored", "control", str(error))
 
+    def _pong(self, identity: bytes, ping: Ping) -> Pong:
+        writer = self._writers.get(identity)
+        if writer is not None:
+            writer.heard_ns = self._clock.now_ns()
+        room, budget = self._store.evictor.room_bytes, self._store.budget.limit
+        running, consumed = self._running(), writer.consumed if writer is not None else 0
+        return Pong(ping.number, room, budget, running or 0, running is not None, consumed)
+
     async def _greet(self, identity: bytes, hello: Hello) -> None:
-        if hello.version == PROTOCOL_VERSION:
+        group = self._settings.group
+        # Who is another release's or another rank's hears so from the answer, and takes nobody's place.
+        if hello.version == PROTOCOL_VERSION and (hello.rank, hello.ranks) == (group.rank, group.ranks):
             now_ns = self._clock.now_ns()
             for other in [
                 w for w in self._writers.values() if w.name == hello.name or w.identity == identity
@@ -205,8 +209,8 @@ class Receiver:
                 ticket=self._writers[identity].ticket if identity in self._writers else 0,
                 host=self._host,
                 zone=self._settings.labels.zone,
-                rank=self._settings.group.rank,
-                ranks=self._settings.group.ranks,
+                rank=group.rank,
+                ranks=group.ranks,
             ),
         )
         await self._tell_losses()
@@ -237,8 +241,9 @@ class Receiver:
     def _forget(self, writer: Writer) -> None:
         """This link is over; the peer may be back under another."""
         self._writers.pop(writer.identity, None)
-        if len(self._lost) < MAX_WRITERS:
-            self._lost[writer.name] = Lost(writer.incarnation, self._clock.now_ns())
+        if len(self._lost) >= MAX_WRITERS:
+            self._bury(next(iter(self._lost)))
+        self._lost[writer.name] = Lost(writer.incarnation, self._clock.now_ns())
         if writer.bulk is not None:
             writer.bulk.cancel()
 
@@ -258,9 +263,13 @@ class Receiver:
                     self._give_up(name, since_ns)
             for name, lost in list(self._lost.items()):
                 if now_ns - lost.since_ns > self._orphan_ns:
-                    del self._lost[name]
-                    self._reborn.pop(name, None)
-                    self._give_up(name, now_ns + 1)
+                    self._bury(name)
+
+    def _bury(self, name: str) -> None:
+        """A lost writer is not waited for any more."""
+        del self._lost[name]
+        self._reborn.pop(name, None)
+        self._give_up(name, self._clock.now_ns() + 1)
 
     def _give_up(self, name: str, before_ns: int) -> None:
         dropped = self._store.drop_writer(name, before_ns)
@@ -290,6 +299,8 @@ class Receiver:
                 )
                 shown = self._writer_of(hello, payload_bytes, peer)
                 await self._gate.take(connection, shown.name)
+                if shown.bulk is not None or self._writers.get(shown.identity) is not shown:
+                    raise ProtocolError(f"{shown.name}: a ticket is good once, and while its link lasts")
             writer = shown
             writer.bulk = asyncio.current_task()
             peer = writer.name
@@ -330,17 +341,18 @@ class Receiver:
         payload_bytes: int,
         header_bytes: int,
     ) -> None:
-        if isinstance(message, BulkHello) or not isinstance(message, Delta):
-            if payload_bytes or isinstance(message, BulkHello):
-                raise ProtocolError(f"{writer.name}: unexpected {type(message).__name__}")
-            self._store.end(message)  # type: ignore[arg-type]
+        if isinstance(message, End) and not payload_bytes:
+            self._store.end(message)
+            self._changed(message.seq)
             return
+        if not isinstance(message, Delta):
+            raise ProtocolError(f"{writer.name}: unexpected {type(message).__name__}")
         announced = sum(part.nbytes for part in message.parts)
         if min((part.nbytes for part in message.parts), default=0) < 0 or announced != payload_bytes:
             raise ProtocolError(f"{writer.name}: delta of {announced} bytes in {payload_bytes}")
         if payload_bytes > self._settings.replication.window_bytes:
             raise ProtocolError(f"{writer.name}: delta of {payload_bytes} bytes is over the window")
-        outcome = await self._receive(connection, writer, message)
+        outcome = await self._payloads.receive(connection, writer.name, message)
         writer.consumed += header_bytes + payload_bytes
         if isinstance(outcome, Refusal):
             log.debug("delta refused", peer=writer.name, seq=message.seq, reason=outcome.reason.name)
@@ -357,40 +369,3 @@ class Receiver:
             answer = Ack(message.number, message.seq, message.epoch, outcome, writer.consumed)
             self._changed(message.seq)
         await self.send(writer.identity, answer)
-
-    async def _receive(self, connection: Bulk, writer: Writer, delta: Delta) -> int | Refusal:
-        """Receive a delta's payload; the new watermark, or why it does not count."""
-        reservation = self._store.reserve(delta, writer.name, self._clock.now_ns())
-        if isinstance(reservation, Refusal):
-            await self._discard(connection, sum(part.nbytes for part in delta.parts))
-            return reservation
-        try:
-            return await self._fill(connection, delta, reservation)
-        except BaseException:
-            self._store.cancel(reservation)
-            raise
-
-    async def _fill(self, connection: Bulk, delta: Delta, reservation: Reservation) -> int | Refusal:
-        buffered: dict[int, Bytes] = {}
-        for index, part in enumerate(delta.parts):
-            if index % PARTS_AT_ONCE == PARTS_AT_ONCE - 1:
-                await asyncio.sleep(0)  # many small parts that are there already never make this wait
-            target = self._store.room_for(reservation, index)
-            if target is None and reservation.targets[index][1] is None:
-                target = buffered[index] = np.empty(part.nbytes, np.uint8)
-            if target is not None and part.nbytes:
-                await recv_into(connection, target.data)
-                reservation.digests[index] = xxhash.xxh3_64_intdigest(target.data)
-        if reservation.checksum() != delta.checksum:
-            self.corrupt += 1
-            self._store.cancel(reservation)
-            return Refusal(NackReason.CORRUPT, reservation.replica.watermark)
-        return self._store.commit(reservation, buffered, self._clock.now_ns())
-
-    async def _discard(self, connection: Bulk, count: int) -> None:
-        """Read past a payload that is not wanted."""
-        sink = memoryview(bytearray(min(count, DRAIN_CHUNK)))
-        while count:
-            step = min(count, len(sink))
-            await recv_into(connection, sink[:step])
-            count -= step

@@ -140,6 +140,10 @@ class Shipment:
     def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
         """Build the next delta. `drain` is called after the copy: it must apply the journal."""
         while True:
+            if self.session.ledger.stale:
+                drain()
+            if self.session.ledger.stale:
+                return None  # what is planned now could not be checked
             plan = self.planner.next(self.session.ledger.sequences.get, now_ns)
             if plan is None:
                 return None
@@ -149,10 +153,17 @@ class Shipment:
                 continue  # its blocks are gone: the journal will say what became of it
             drain()
             if not self.differ.still_good(sequence, built):
-                self.torn += 1
-                self.differ.discard(built)
+                self._throw_away(built, now_ns)
                 continue
             return self._hand_out(sequence, built, now_ns)
+
+    def _throw_away(self, built: Built, now_ns: int) -> None:
+        """`built` is torn; what there is of its sequence now is to be sent."""
+        self.torn += 1
+        self.differ.discard(built)
+        now = self.session.ledger.sequences.get(built.delta.seq)
+        if self._may_send(now):
+            self._note(now, now_ns)
 
     def _hand_out(self, sequence: Sequence, built: Built, now_ns: int) -> Ready:
         """`built` is good, and goes out now."""
@@ -228,7 +239,8 @@ class Shipment:
             self.rewind(sequence, progress.acked if progress else 0, now_ns)
 
     def retry_refused(self, free_bytes: int, now_ns: int = 0) -> None:
-        """Called at each sign of life with the peer's room: try again what it refused for now."""
+        """Called at each sign of life with the peer's room: try again what it refused for now. Of what it had
+        no room for as much as there is room now, and at least one: what it refuses again was sent in vain."""
         retried = 0
         for seq in list(self._refused):
             sequence, progress = self.session.ledger.sequences.get(seq), self.planner.progress.get(seq)
@@ -237,8 +249,10 @@ class Shipment:
                 continue
             if sequence is None:
                 continue  # the engine may announce it anew
-            if progress.stopped == NO_ROOM and free_bytes < self.differ.block_bytes:
-                continue
+            if progress.stopped == NO_ROOM:
+                if free_bytes < self.differ.block_bytes:
+                    continue
+                free_bytes -= min(self.need_bytes(seq), self.differ.delta_bytes)
             progress.stopped = ""
             del self._refused[seq]  # refused again, it comes after the others
             self.rewind(sequence, progress.acked, now_ns)
@@ -296,9 +310,10 @@ class Shipment:
         return max(0, sequence.shippable - progress.acked)
 
     def copies(self) -> tuple[int, int]:
-        """(sequences that the peer is to hold, those of which it holds something)."""
-        progress = self.planner.progress.values()
-        return len(progress), sum(p.acked > 0 for p in progress)
+        """(sequences that the engine writes and the peer is to hold, those of which it holds something)."""
+        sequences, progress = self.session.ledger.sequences, self.planner.progress
+        ours = [p for seq, p in progress.items() if seq in sequences and not sequences[seq].fenced]
+        return len(ours), sum(p.acked > 0 for p in ours)
 
 
 STOPPING = (NackReason.FENCED, NackReason.NO_ROOM, NackReason.MALFORMED, NackReason.CORRUPT)

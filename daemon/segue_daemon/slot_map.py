@@ -48,7 +48,10 @@ class SlotMap:
         return self._fits and slot in self._unlearned
 
     def learn(self, slot: int, numbers: Numbers) -> None:
-        """The token in `slot` was added, and these items changed."""
+        """The token in `slot` was added, and these items changed. A look that is not wanted any more (it was
+        taken before the last one came) changes nothing: what is left out of a tail stays what it was."""
+        if not self.wants(slot):
+            return
         self._since[numbers] = np.minimum(self._since[numbers], slot)
         self._unlearned[slot] -= 1
         if not self._unlearned[slot]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Literal
 
 from segue_core.content_key import TOKEN_BYTES, chain, root_key
 from segue_core.messages.peer import Delta, End, NackReason
@@ -31,6 +30,7 @@ from segue_daemon.ended import EndedSequences, Remains
 from segue_daemon.eviction import Budget, Evictor
 from segue_daemon.fences import Fences
 from segue_daemon.intake import Intake, still_there
+from segue_daemon.integrity import Integrity, Verify
 from segue_daemon.leases import MAX_LEASES, Leases
 from segue_daemon.replicas import (
     Loss,
@@ -45,10 +45,6 @@ from segue_daemon.replicas import (
     new_replica,
     same_writer,
 )
-
-Verify = Literal["always", "load", "off"]
-TRUST_NS = 60_000_000_000
-"""With `load`, a block whose checksum agreed so recently is given out without looking again."""
 
 
 class ReplicaStore:
@@ -69,8 +65,8 @@ class ReplicaStore:
         without its writer's doing. Watermarks are fractions; for the rest see `StoreSettings`."""
         self._pool = BlockPool(memory, checksums=verify != "off")
         self._leases = Leases(self._pool, lease_ns=lease_ns)
-        self._verify = verify
-        self._fences = Fences()
+        self.integrity = Integrity(self._pool, verify, self._cut_before)
+        self.fences = Fences()
         self.written_here: Callable[[str], int] = lambda _: 0
         """The epoch under which the engine here writes a sequence; 0: it does not."""
         self.replicas: dict[str, Replica] = {}
@@ -85,14 +81,13 @@ class ReplicaStore:
             loading=self._leases.covers,
             drop=self._evicted,
         )
-        self._intake = Intake(self._pool, self.evictor, sound=self._sound_by_key, supersede=self._supersede)
+        sound = self.integrity.sound_for_one_more
+        self._intake = Intake(self._pool, self.evictor, sound=sound, supersede=self._supersede)
         self.refused = 0
         self.loaded_bytes = 0
         self.hits = 0
         """Full blocks that `match` was asked for and found; `misses`: those that it did not."""
         self.misses = 0
-        self.poisoned = 0
-        """Sealed blocks whose bytes had changed."""
 
     # -- taking deltas ------------------------------------------------------------------------
 
@@ -103,7 +98,7 @@ class ReplicaStore:
         detail = malformed(delta)
         if detail:
             return self._refuse(NackReason.MALFORMED, held, detail)
-        newest = self._newest(delta.seq)
+        newest = self.newest(delta.seq)
         if delta.epoch < newest:
             return self._refuse(NackReason.FENCED, held, f"epoch {delta.epoch} is below {newest}", newest)
         fresh = replica is None or not same_writer(replica, delta)
@@ -136,9 +131,9 @@ class ReplicaStore:
         """
         delta, replica = reservation.delta, reservation.replica
         current = self.replicas.get(delta.seq)
-        held = current.watermark if current else 0
+        held = replica.watermark if current is replica else 0  # of another writer's this one knows nothing
         problem: NackReason | None = None
-        newest = self._newest(delta.seq)
+        newest = self.newest(delta.seq)
         if newest > delta.epoch:
             problem = NackReason.FENCED
         elif replica.watermark != delta.base or not (reservation.fresh or current is replica):
@@ -172,7 +167,7 @@ class ReplicaStore:
         what is kept for the engine here: it is over once whoever went on with it says so. Older writers are
         refused from now on, whoever says it."""
         if 1 < end.epoch < 1 << 63 and len(end.seq) <= MAX_SEQ_CHARS:
-            self._fences.lift(end.seq, end.epoch)
+            self.fences.lift(end.seq, end.epoch)
         replica = self.replicas.get(end.seq)
         if replica is None:
             return
@@ -212,7 +207,7 @@ class ReplicaStore:
         blocks: list[Block] = []
         for key in chain(root_key(wanted.fingerprint, wanted.salt), ids[: limit * TOKEN_BYTES], size):
             block = self._pool.find(key, wanted.block_bytes)
-            if block is None or not self._sound(block, now_ns):
+            if block is None or not self.integrity.sound(block, now_ns):
                 break
             blocks.append(block)
         self.hits += len(blocks)
@@ -222,7 +217,7 @@ class ReplicaStore:
         if replica and holds_kv_of(replica, wanted):
             agreed = min(common_prefix(replica.token_ids, ids), limit)
             more = replica.blocks[len(blocks) : -(-agreed // size)]
-            if agreed > tokens and all(not b.key or self._sound(b, now_ns) for b in more):
+            if agreed > tokens and all(not b.key or self.integrity.sound(b, now_ns) for b in more):
                 tokens = agreed
                 blocks += more
                 self._touch(replica, now_ns)
@@ -244,7 +239,7 @@ class ReplicaStore:
         if loaded:
             self.loaded_bytes += sum(block.nbytes for block in lease.blocks)
         replica = self.replicas.get(lease.seq)
-        if loaded and replica is not None and self._fences.of(lease.seq) > replica.epoch:
+        if loaded and replica is not None and self.fences.of(lease.seq) > replica.epoch:
             self._retire(replica)
 
     def expire(self, now_ns: int) -> None:
@@ -256,9 +251,9 @@ class ReplicaStore:
         """From now on only writers with `epoch` or higher. Returns the watermark held, None if a fence
         as high stands already (somebody else was promoted, or writes)."""
         replica = self.replicas.get(seq)
-        if max(self._fences.of(seq), replica.epoch if replica else 0) >= epoch:
+        if self.newest(seq) >= epoch:
             return None
-        self._fences.lift(seq, epoch)
+        self.fences.lift(seq, epoch)
         if replica is None:
             return 0
         self._touch(replica, max(now_ns, replica.touched_ns))
@@ -266,12 +261,12 @@ class ReplicaStore:
 
     def fence(self, seq: str) -> int:
         """The epoch below which nobody writes `seq` here (0: none)."""
-        return self._fences.of(seq)
+        return self.fences.of(seq)
 
-    def _newest(self, seq: str) -> int:
-        """The newest epoch that is known of `seq`."""
+    def newest(self, seq: str) -> int:
+        """The newest epoch that is known of `seq`: promoted, held, or written by the engine here."""
         replica = self.replicas.get(seq)
-        return max(self._fences.of(seq), replica.epoch if replica else 0, self.written_here(seq))
+        return max(self.fences.of(seq), replica.epoch if replica else 0, self.written_here(seq))
 
     def drop_writer(self, writer: str, before_ns: int) -> int:
         """Drop the replicas that `writer` has not written since `before_ns`; how many."""
@@ -279,37 +274,6 @@ class ReplicaStore:
         for replica in gone:
             self._evicted(replica)
         return len(gone)
-
-    # -- integrity ----------------------------------------------------------------------------
-
-    def scrub_one(self, now_ns: int) -> int:
-        """Check the sealed block whose turn it is; the bytes looked at, 0 if there is none."""
-        block = self._pool.next_sealed()
-        if block is None or self._verify == "off":
-            return 0
-        self._check(block, now_ns)
-        return block.nbytes
-
-    def _sound(self, block: Block, now_ns: int) -> bool:
-        """Whether a sealed block may be given out."""
-        if self._verify == "off" or (self._verify == "load" and now_ns - block.checked_ns < TRUST_NS):
-            return True
-        return self._check(block, now_ns)
-
-    def _sound_by_key(self, block: Block, now_ns: int) -> bool:
-        """Whether a block that is held may count for one more replica."""
-        return self._verify != "always" or self._check(block, now_ns)
-
-    def _check(self, block: Block, now_ns: int) -> bool:
-        """Compare with the checksum. A changed block goes, and every replica is cut to what lies before it.
-        Looks through all replicas then: memory does not fail often."""
-        if self._pool.intact(block, now_ns):
-            return True
-        self.poisoned += 1
-        self._pool.condemn(block)
-        for replica in [r for r in self.replicas.values() if block in r.blocks]:
-            self._cut(replica, replica.blocks.index(block))
-        return False
 
     # -- figures ------------------------------------------------------------------------------
 
@@ -349,7 +313,7 @@ class ReplicaStore:
         it anew."""
         del self.replicas[replica.seq]
         if replica.epoch > 1:  # nobody is below 1: only sequences that have moved take room
-            self._fences.lift(replica.seq, replica.epoch)
+            self.fences.lift(replica.seq, replica.epoch)
         self.evictor.gone(replica)
         for block in reversed(replica.blocks):
             self._pool.let_go(block)
@@ -377,6 +341,12 @@ class ReplicaStore:
     def _evicted(self, replica: Replica) -> None:
         self._drop(replica)
         self._tell(replica, 0, NackReason.NO_ROOM)
+
+    def _cut_before(self, block: Block) -> None:
+        """`block` has changed: of every replica what lies before it is kept. Looks through all of them:
+        memory does not fail often."""
+        for replica in [r for r in self.replicas.values() if block in r.blocks]:
+            self._cut(replica, replica.blocks.index(block))
 
     def _cut(self, replica: Replica, position: int) -> None:
         """Keep what lies before block `position`."""

@@ -17,11 +17,14 @@ from typing import Any
 
 from segue_core.errors import ConfigError, ProtocolError
 from segue_core.security import CA_FILE, CERTIFICATE_FILE, KEY_FILE, check_unaltered, read_secret
+from segue_daemon.ready import readable, writable
 
 READ_BYTES = 256 << 10
 """What one read takes from the socket."""
 TURN_BYTES = 1 << 20
 """Others have their turn after so much: half a millisecond of encryption."""
+RECORD_BYTES = 2 << 10
+"""A record costs as much time as so many bytes, however little is in it."""
 HANDSHAKE_READ_BYTES = 16 << 10
 GREETED = b"\x01"
 """The receiver says so when it takes a bulk connection: a writer whose certificate is refused would hear of
@@ -104,11 +107,6 @@ def rehearse(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
     return dict(shown)
 
 
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
-
-
 class SecureSender:
     """The writer's end of a bulk connection: sends much, reads next to nothing."""
 
@@ -118,15 +116,14 @@ class SecureSender:
 
     async def handshake(self, name: str) -> None:
         """Raises ProtocolError unless it is `name` that answers. Has no deadline of its own."""
-        loop = asyncio.get_running_loop()
         while True:
             try:
                 self._socket.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                await self._ready(loop.add_reader, loop.remove_reader)
+                await readable(self._socket)
             except ssl.SSLWantWriteError:
-                await self._ready(loop.add_writer, loop.remove_writer)
+                await writable(self._socket)
             except (ssl.SSLError, OSError) as error:
                 raise ProtocolError(f"TLS with peer {name}: {tls_problem(error)}") from error
         names = names_in(self._socket.getpeercert())
@@ -136,13 +133,12 @@ class SecureSender:
 
     async def sendall(self, data: bytes | memoryview) -> None:
         """Send all of `data`."""
-        loop = asyncio.get_running_loop()
         rest, turn = memoryview(data), TURN_BYTES
         while rest:
             try:
                 sent = self._socket.send(rest)
             except ssl.SSLWantWriteError:
-                await self._ready(loop.add_writer, loop.remove_writer)
+                await writable(self._socket)
                 continue
             except ssl.SSLError as error:
                 raise ProtocolError(f"TLS: {tls_problem(error)}") from error
@@ -155,22 +151,13 @@ class SecureSender:
     async def read_byte(self) -> bytes:
         """One byte; empty at the end. Raises ProtocolError if the peer refuses this side's certificate: in
         TLS 1.3 that is heard only after the handshake."""
-        loop = asyncio.get_running_loop()
         while True:
             try:
                 return self._socket.recv(1)
             except ssl.SSLWantReadError:
-                await self._ready(loop.add_reader, loop.remove_reader)
+                await readable(self._socket)
             except ssl.SSLError as error:
                 raise ProtocolError(f"TLS: the peer says: {tls_problem(error)}") from error
-
-    async def _ready(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        add(self._socket.fileno(), _settle, ready)
-        try:
-            await ready
-        finally:
-            remove(self._socket.fileno())
 
     def close(self) -> None:
         """Close the socket. Nobody may be waiting on it."""
@@ -187,6 +174,7 @@ class SecureReceiver:
         self._tls = context.wrap_bio(self._in, self._out, server_side=True)
         self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]
         self._buffer = memoryview(bytearray(HANDSHAKE_READ_BYTES))
+        self._turn = TURN_BYTES
         self.names: frozenset[str] = frozenset()
         """Those in the peer's certificate, once the handshake is over."""
 
@@ -197,7 +185,6 @@ class SecureReceiver:
                 self._tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                await self._flush()
                 if not await self._more():
                     raise ProtocolError("TLS: hung up during the handshake") from None
             except ssl.SSLError as error:
@@ -209,7 +196,7 @@ class SecureReceiver:
 
     async def fill(self, target: memoryview) -> int:
         """Fill `target`; less only if the stream ends before."""
-        have, turn = 0, TURN_BYTES
+        have = 0
         while have < len(target):
             try:
                 count = self._read(len(target) - have, target[have:])
@@ -222,10 +209,7 @@ class SecureReceiver:
             if not count:
                 return have
             have += count
-            turn -= count
-            if turn <= 0:
-                turn = TURN_BYTES
-                await asyncio.sleep(0)
+            await self._spend(RECORD_BYTES)
         return have
 
     async def sendall(self, data: bytes) -> None:
@@ -234,9 +218,17 @@ class SecureReceiver:
         await self._flush()
 
     async def _more(self) -> bool:
+        await self._flush()  # of the handshake, or that this side renews its keys too: that would pile up
         count = await asyncio.get_running_loop().sock_recv_into(self._socket, self._buffer)
         self._in.write(self._buffer[:count])
+        await self._spend(count)
         return count > 0
+
+    async def _spend(self, nbytes: int) -> None:
+        self._turn -= nbytes
+        if self._turn <= 0:
+            self._turn = TURN_BYTES
+            await asyncio.sleep(0)
 
     async def _flush(self) -> None:
         if self._out.pending:

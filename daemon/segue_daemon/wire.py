@@ -22,6 +22,7 @@ from segue_core.messages.peer import (
     End,
     bulk_head,
 )
+from segue_daemon.ready import readable, writable
 from segue_daemon.tls import SecureReceiver, SecureSender
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -34,6 +35,10 @@ TURN_BYTES = 8 << 20
 """Others have their turn after so much, even if the next bytes are there already."""
 JOINED_BYTES = 64 << 10
 """Under TLS up to here one copy is cheaper than a second record and a second system call."""
+HEADER_S = 30.0
+"""Within this a header is here whole: no peer has memory held for it longer."""
+CONTROL_UNREAD_BYTES = 32 << 20
+"""What may come over one control connection and wait to be read; more waits at its sender."""
 SLICE_NS = 2_000_000
 """How long a task may go on without waiting for anything."""
 encode = msgspec.msgpack.encode
@@ -90,7 +95,7 @@ async def _send_plain(connection: socket.socket, buffers: list[memoryview]) -> N
         try:
             sent = connection.sendmsg(buffers)
         except BlockingIOError:
-            await _until_ready(connection, writing=True)
+            await writable(connection)
             continue
         while buffers and sent >= len(buffers[0]):
             sent -= len(buffers.pop(0))
@@ -99,28 +104,12 @@ async def _send_plain(connection: socket.socket, buffers: list[memoryview]) -> N
         buffers[0] = buffers[0][sent:]
 
 
-async def _until_ready(connection: socket.socket, *, writing: bool) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-    add(connection.fileno(), _settle, ready)
-    try:
-        await ready
-    finally:
-        remove(connection.fileno())
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
-
-
 async def recv_bulk_header(
     connection: socket.socket | SecureReceiver, *, peer: str, limit: int = MAX_HEADER_BYTES
 ) -> tuple[BulkHello | Delta | End, int, int]:
     """Receive a frame's header: (message, payload bytes, header bytes on the wire).
 
-    Raises EOFError at a clean end, ProtocolError on anything malformed.
+    Raises EOFError at a clean end, ProtocolError on anything malformed, TimeoutError if it stops in between.
     """
     head = bytearray(BULK_HEADER.size)
     if not await recv_into(connection, memoryview(head), at_start=True):
@@ -129,7 +118,8 @@ async def recv_bulk_header(
     if header_bytes > limit:
         raise ProtocolError(f"{peer}: bulk header of {header_bytes} bytes")
     header = bytearray(header_bytes)
-    await recv_into(connection, memoryview(header))
+    async with asyncio.timeout(HEADER_S):
+        await recv_into(connection, memoryview(header))
     if head != bulk_head(header, payload_bytes):
         raise ProtocolError(f"{peer}: a bulk header changed on its way")
     return decode(memoryview(header), Bulk, peer=peer), payload_bytes, BULK_HEADER.size + header_bytes
@@ -157,7 +147,7 @@ async def recv_into(
             room = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // WAKES_PER_BUFFER
             enough = min(len(target) - have, WAKE_BYTES, room)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-            await _until_ready(connection, writing=False)
+            await readable(connection)
             turn = TURN_BYTES
             continue
         if not count:

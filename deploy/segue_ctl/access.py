@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ssl
 from pathlib import Path
 from typing import Any
 
-from segue_core.errors import ConfigError
-from segue_core.security import CA_FILE, TOKEN_VARIABLE, SecuritySettings, load_tokens, read_tokens
+from segue_core.security import CA_FILE, TOKEN_VARIABLE, SecuritySettings, load_tokens, read_tokens, trust_in
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +29,4 @@ def session_options(args: argparse.Namespace) -> dict[str, Any]:
     """What an aiohttp.ClientSession and its requests need: `headers` and `ssl`. Raises ConfigError."""
     file = args.token_file
     tokens = read_tokens(Path(file), "--token-file") if file else load_tokens(SecuritySettings())
-    return {"headers": tokens.headers, "ssl": _trust(args.ca) if args.ca else True}
-
-
-def _trust(ca: Path) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=str(ca))
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"--ca: cannot use {ca}: {error.strerror or error}") from error
-    context.check_hostname = False  # certificates have the names of daemons, not of hosts
-    return context
+    return {"headers": tokens.headers, "ssl": trust_in(args.ca, "--ca") if args.ca else True}

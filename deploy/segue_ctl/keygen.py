@@ -168,8 +168,8 @@ def _authority(folder: Path, kind: Any, *, new: bool, days: int) -> Any:
     if not new:
         return kind.load((folder / CA_FILE).read_bytes(), (folder / CA_KEY_FILE).read_bytes())
     authority = kind.make(days)
-    _write(folder / CA_KEY_FILE, authority.key)
     _write(folder / CA_FILE, authority.certificate)
+    _write(folder / CA_KEY_FILE, authority.key)  # last: where it is, the CA is whole
     return authority
 
 

@@ -41,4 +41,6 @@ class Channel:
         self.ring.close()
         os.close(self.ring_fd)
         os.close(self.doorbell_fd)
+        if self.arena is not None:
+            self.arena.close()
         self.arena = None

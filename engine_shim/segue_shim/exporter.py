@@ -27,6 +27,9 @@ from segue_core.messages.local import MAX_DETAIL_CHARS, Notice, Register
 from segue_core.messages.status import Exact
 from segue_core.ring import Word
 from segue_shim.channel import Channel
+from segue_shim.cuda_loader import CudaLoader
+from segue_shim.cuda_side import CudaSide
+from segue_shim.cuda_tensors import cuda_side, on_gpu
 from segue_shim.guard import contained, nothing
 from segue_shim.layout import Pages, share_pages
 from segue_shim.loader import Loader
@@ -81,7 +84,8 @@ class Exporter:
         self._table = LiveTable()
         self._encoder = msgspec.msgpack.Encoder()
         self._registrar: Registrar | None = None
-        self._loader: Loader | None = None
+        self._loader: Loader | CudaLoader | None = None
+        self._gpu: CudaSide | None = None
         self._channel: Channel | None = None
         # Handed over by the registrar's thread: the newest registration (None: lost), and fenced sequences.
         self._offers: deque[Channel | None] = deque()
@@ -107,6 +111,9 @@ class Exporter:
     ) -> bool:
         """Share the engine's KV memory and start registering it. False: not understood, unprotected."""
         try:
+            if on_gpu(tensors):
+                gpu = cuda_side(tensors, num_blocks=num_blocks, block_size=block_size, axes=axes)
+                return self.register_gpu(gpu)
             pages = share_pages(tensors, num_blocks=num_blocks, block_size=block_size, axes=axes)
         except GeometryError as error:
             self.refuse(str(error))
@@ -114,12 +121,20 @@ class Exporter:
         self._start(pages)
         return True
 
+    @contained(lambda: False)
+    def register_gpu(self, gpu: CudaSide) -> bool:
+        """Start registering KV memory on a GPU: for an engine that knows its addresses, and has no
+        tensors."""
+        self._gpu = gpu
+        self._start(Pages(gpu.geometry, ()))
+        return True
+
     def refuse(self, reason: str) -> None:
         """This engine cannot be protected: say why, once."""
         logger.warning("segue: the engine runs unprotected: %s", reason)
 
     def _start(self, pages: Pages) -> None:
-        self._loader = Loader(pages)
+        self._loader = Loader(pages) if self._gpu is None else self._gpu.loader
         message = Register(
             version=PROTOCOL_VERSION,
             engine=self._engine,
@@ -133,13 +148,14 @@ class Exporter:
             rank=self._rank,
             ranks=self._ranks,
             notice=self.notice,
+            timeline=self._gpu is not None,
         )
         listener = Listener(
             up=self._offer,
             down=lambda: self._offers.append(None),
             fenced=lambda seq, epoch: self._fenced.append((seq, epoch)),
         )
-        self._registrar = Registrar(self._path, message, pages.fds, listener, self._options)
+        self._registrar = Registrar(self._path, message, pages.fds, listener, self._options, self._gpu)
         self._registrar.start()
 
     def _offer(self, channel: Channel) -> None:
@@ -183,6 +199,8 @@ class Exporter:
             return
         self._in_step = False
         record = self._table.commit(self._plan, self._step, failed_blocks, unsure_blocks)
+        if self._gpu is not None:
+            self._gpu.mark(self._step)
         channel = self._channel
         if channel is None:
             return

@@ -15,6 +15,7 @@ import torch
 
 from segue_core.errors import GeometryError
 from segue_core.geometry import Geometry, Region
+from segue_shim.regions import region_of
 
 VLLM_CPU_AXES = ("block", "opaque", "opaque", "opaque")
 """vLLM on a CPU: [num_blocks, kv_heads, block_size, 2 * head_dim]. Inside a (block, head) the kernels
@@ -28,7 +29,7 @@ class Pages:
 
     geometry: Geometry
     fds: tuple[int, ...]
-    views: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor, ...] = ()
 
 
 def share_pages(
@@ -71,7 +72,7 @@ def describe(
             raise GeometryError(f"{name}: a {type(tensor).__name__}, not one KV tensor a layer")
         if tensor.device.type != "cpu":
             raise GeometryError(
-                f"{name}: KV cache on {tensor.device.type}: GPU export arrives with the cuda extra"
+                f"{name}: KV cache on {tensor.device.type}: all of it on the host, or all on NVIDIA GPUs"
             )
         if tensor.layout != torch.strided:
             raise GeometryError(f"{name}: tensor layout {tensor.layout}")
@@ -94,23 +95,10 @@ def describe(
 def _region(
     name: str, tensor: torch.Tensor, handle: int, num_blocks: int, axes: tuple[str, ...] | None
 ) -> Region:
-    shape = tuple(tensor.shape)
-    if axes is None:
-        found = [index for index, length in enumerate(shape) if length == num_blocks]
-        if len(found) != 1:
-            raise GeometryError(f"{name}: shape {shape}: no single axis of {num_blocks} blocks")
-        axes = tuple("block" if index == found[0] else "opaque" for index in range(len(shape)))
-    if len(axes) != len(shape) or shape[axes.index("block")] != num_blocks:
-        raise GeometryError(f"{name}: shape {shape} is not {axes} with {num_blocks} blocks")
     itemsize = tensor.element_size()
-    return Region(
-        handle=handle,
-        offset=tensor.storage_offset() * itemsize,
-        shape=shape,
-        strides=tuple(stride * itemsize for stride in tensor.stride()),
-        itemsize=itemsize,
-        axes=axes,
-    )
+    strides = tuple(stride * itemsize for stride in tensor.stride())
+    offset = tensor.storage_offset() * itemsize
+    return region_of(name, tuple(tensor.shape), strides, itemsize, handle, offset, num_blocks, axes)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

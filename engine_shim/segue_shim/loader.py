@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from segue_core.errors import ProtocolError
 from segue_core.geometry import Geometry
 from segue_shim.layout import Pages
+from segue_shim.plan import check_load
 
 WORD_BYTES = 8
 PREFAULT_BYTES = 32 << 20
@@ -41,6 +43,35 @@ class Arena:
             # torch has no read-only tensors and says so; this one is never written, and could not be.
             warnings.simplefilter("ignore")
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._unlock: Callable[[], None] | None = None
+        self._closed = False
+        self._guard = threading.Lock()
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return int(self.bytes.data_ptr())
+
+    @property
+    def locked(self) -> bool:
+        """Whether a GPU may read it as it is: it is page-locked."""
+        return self._unlock is not None
+
+    def lock(self, unlock: Callable[[], None]) -> None:
+        """It was page-locked; `unlock` ends that."""
+        with self._guard:
+            if not self._closed:
+                self._unlock = unlock
+                return
+        unlock()
+
+    def close(self) -> None:
+        """Nothing is loaded from it any more."""
+        with self._guard:
+            self._closed = True
+            unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
 
     def prefault(self) -> None:
         """Map the pages now, in a thread of its own, so that a load does not pay for it.
@@ -101,14 +132,7 @@ class Loader:
 
         Raises ValueError if a block or an extent is out of bounds; nothing has been copied then.
         """
-        if len(block_ids) != len(extents):
-            raise ValueError(f"{len(block_ids)} blocks, but {len(extents)} extents")
-        for block in block_ids:
-            if not 0 <= block < self._geometry.num_blocks:
-                raise ValueError(f"block {block} of {self._geometry.num_blocks}")
-        for extent in extents:
-            if not 0 <= extent <= arena.nbytes - self._block_bytes:
-                raise ValueError(f"extent {extent} in an arena of {arena.nbytes} bytes")
+        check_load(self._geometry, arena.nbytes, block_ids, extents)
         if self._word_groups is not None and all(extent % WORD_BYTES == 0 for extent in extents):
             words = [extent // WORD_BYTES for extent in extents]
             _copy(self._word_views, self._word_groups, _words(arena.bytes), _runs(block_ids, words))

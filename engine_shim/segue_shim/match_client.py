@@ -11,6 +11,7 @@ import logging
 import socket
 
 from segue_core.clock import Clock, MonotonicClock
+from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
 from segue_core.framing import LENGTH, close_fds, decode, encode_frame
 from segue_core.messages import PROTOCOL_VERSION
@@ -207,6 +208,7 @@ class MatchClient:
         try:
             connection.settimeout(self._remaining_s(deadline))
             connection.connect(self._path)
+            check_server(connection)
             self._connection = connection
             self._send(self._attach, deadline)
             reply = decode(self._receive(deadline), ToEngine, peer=PEER)

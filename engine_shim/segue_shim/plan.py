@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from segue_core.geometry import Geometry
 from segue_core.messages.journal import SequenceBegin, SequenceUpdate
 
 
@@ -86,3 +87,17 @@ def _little_endian(values: array[int]) -> array[int]:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def check_load(
+    geometry: Geometry, arena_bytes: int, block_ids: Sequence[int], extents: Sequence[int]
+) -> None:
+    """Raise ValueError unless every block and every extent is where one may be."""
+    if len(block_ids) != len(extents):
+        raise ValueError(f"{len(block_ids)} blocks, but {len(extents)} extents")
+    for block in block_ids:
+        if not 0 <= block < geometry.num_blocks:
+            raise ValueError(f"block {block} of {geometry.num_blocks}")
+    for extent in extents:
+        if not 0 <= extent <= arena_bytes - geometry.block_bytes:
+            raise ValueError(f"extent {extent} in an arena of {arena_bytes} bytes")

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
 from segue_core.framing import close_fds, decode, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
 from segue_core.messages.local import Fenced, Refused, Register, Registered, ToEngine
 from segue_core.shared_memory import read_only
 from segue_shim.channel import Channel
+from segue_shim.cuda_side import CudaSide
 from segue_shim.loader import Arena
 from segue_shim.options import ExporterOptions
 
@@ -54,7 +56,10 @@ class Registrar:
         page_fds: tuple[int, ...],
         listener: Listener,
         options: ExporterOptions,
+        gpu: CudaSide | None = None,
     ) -> None:
+        """`gpu`: where the pages are, if they are not host memory with `page_fds`."""
+        self._gpu = gpu
         self._path = socket_path
         self._message = message
         self._page_fds = page_fds
@@ -134,6 +139,8 @@ class Registrar:
                 try:
                     if arena is not None:
                         arena.prefault()
+                        if self._gpu is not None:
+                            self._gpu.loader.prepare(arena)
                         del arena
                     self._listen(connection)
                 finally:
@@ -152,11 +159,14 @@ class Registrar:
         """Raises OSError, ProtocolError or RefusedError; TimeoutError is an OSError."""
         connection.settimeout(self._options.connect_timeout_ms / 1000)
         connection.connect(self._path)
+        check_server(connection)
         channel = Channel(self._options.ring_bytes)
         try:
-            pages = [read_only(fd) for fd in self._page_fds]
+            gpu = self._gpu
+            pages = [read_only(fd) for fd in (self._page_fds if gpu is None else (gpu.timeline_fd,))]
             try:
                 fds = [channel.ring_fd, channel.doorbell_fd, lifeline.fd, *pages]
+                fds += gpu.memory_fds if gpu is not None else ()
                 send_with_fds(connection, self._message, fds)
             finally:
                 close_fds(pages)

@@ -50,6 +50,11 @@ class TableExporter(Exporter):
 
     def _start(self, pages: Pages) -> None:
         geometry = pages.geometry
+        if geometry.gpu:
+            self.refuse(
+                "an engine on a GPU must say each step before it runs: use Exporter, not TableExporter"
+            )
+            return
         self._tables = PublishedTables(num_blocks=geometry.num_blocks, block_size=geometry.block_size)
         super()._start(pages)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from segue_core.messages.request import SegueParams, parse_params
 from segue_core.messages.status import MAX_RANKS
 from segue_shim.options import ExporterOptions
+from segue_shim.vllm_fingerprint import sampled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SOCKET = "/run/segue/daemon.sock"
 RANK_MARK = "{rank}"
+MAX_ADAPTERS = 1_024
+"""Whose weights are not looked at again."""
 LIMITS = ("ring_bytes", "match_timeout_ms", "connect_timeout_ms", "reply_timeout_ms")
 
 
@@ -162,14 +167,26 @@ def protectable(request: Request) -> SegueParams | None:
 
 
 def salt(request: Request) -> bytes:
-    """What else the KV depends on: cache salt and adapter, each with its length; empty if neither."""
+    """What else the KV depends on: cache salt and adapter, each part with its length; empty if neither."""
     adapter = request.lora_request
     if request.cache_salt is None and adapter is None:
         return b""
     parts = [b"" if request.cache_salt is None else b"s" + request.cache_salt.encode()]
     if adapter is not None:
-        parts += [adapter.lora_name.encode(), str(adapter.lora_path).encode()]
+        path = str(adapter.lora_path)
+        parts += [adapter.lora_name.encode(), path.encode(), *_adapter_weights(adapter.lora_int_id, path)]
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+@lru_cache(maxsize=MAX_ADAPTERS)
+def _adapter_weights(number: int, path: str) -> tuple[bytes, ...]:
+    """Samples of the files, as they are when the engine first has adapter `number`: a replica outlives the
+    engine, and other hosts may have other weights at that path. Empty: they are elsewhere."""
+    try:
+        samples = sampled(Path(path))
+    except OSError:
+        return ()
+    return (hashlib.blake2b(" ".join(samples).encode(), digest_size=16).digest(),) if samples else ()
 
 
 def first_blocks(blocks: KVCacheBlocks) -> list[int]:

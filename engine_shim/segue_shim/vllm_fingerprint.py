@@ -64,16 +64,16 @@ def _host(vllm_config: VllmConfig) -> list[str]:
 
 
 def _weights(model: Any) -> list[str]:
-    """Sizes of the weight files and samples of their content; a name and revision if they are elsewhere.
+    """Two fine-tunes of one architecture differ here and nowhere else; a name and revision if the files are
+    elsewhere."""
+    return sampled(Path(model.model)) or [str(model.model), str(model.revision)]
 
-    Two fine-tunes of one architecture differ here and nowhere else.
-    """
-    path = Path(model.model)
+
+def sampled(path: Path) -> list[str]:
+    """Sizes of the weight files at `path` and samples of their content; empty: there are none."""
     files = [path] if path.is_file() else []
     if path.is_dir():
         files = sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
-    if not files:
-        return [str(model.model), str(model.revision)]
     return [f"{file.stat().st_size} {_sample(file)}" for file in files]
 
 

@@ -229,8 +229,8 @@ class LinkTarget(Target):
     def sizes(self) -> dict[str, tuple[int, int]]:
         link = self.link
         return {
-            "ends": (len(link._ends), 100_000),
-            "ends that were said": (len(link._said), 100_000),
+            "ends": (len(link._ends.pending), 100_000),
+            "ends that were said": (len(link._ends.said), 100_000),
         }
 
     def effects(self) -> dict[str, int]:

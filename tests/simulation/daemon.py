@@ -52,10 +52,14 @@ class TornPages:
 
     def __init__(self, inner: Pages, daemon: SimDaemon, engine: SimEngine) -> None:
         self.geometry: Geometry = inner.geometry
+        self.failure = ""
         self._inner = inner
         self._daemon = daemon
         self._engine = engine
         self._life = engine.life
+
+    def buffer(self, nbytes: int) -> Bytes:
+        return self._inner.buffer(nbytes)
 
     def copy_block(self, block: int, out: Bytes) -> None:
         self._inner.copy_block(block, out)
@@ -178,7 +182,8 @@ class SimDaemon(Process):
 
     def left(self, session: EngineSession) -> None:
         """The engine is dead: take what its journal still says, ship what is left, let its memory go."""
-        self.drain()
+        for changes in session.last_words():
+            self._apply(session, changes)
         session.dead = True
         for sequence in session.ledger.sequences.values():
             self._orphan(session, sequence.seq, sequence.epoch)
@@ -265,8 +270,9 @@ class SimDaemon(Process):
                 self.world.after(self.world.between(0.1, 1), engine, engine.fenced.append, (seq, epoch))
 
     def replica_changed(self, seq: str) -> None:
-        """A delta was taken: if the engine here writes that sequence still, it is the last to know."""
-        self.fence(seq, self.store.replicas[seq].epoch)
+        """A delta or an end: if the engine here writes that sequence still, it is the last to know."""
+        replica = self.store.replicas.get(seq)
+        self.fence(seq, max(self.store.fence(seq), replica.epoch if replica is not None else 0))
 
     # -- questions ----------------------------------------------------------------------------
 

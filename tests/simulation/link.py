@@ -2,8 +2,7 @@
 
 `connect` is `_connect_and_ship` and `_greet`; `_welcomed` is `_open_bulk` and `_start_link`; `_ship`,
 `listen`, `_answered` and `_keep_alive` are `_ship`, `_listen`, `_answered` and `_keep_alive`; `add_engine`,
-`drop_engine`, `note`, `end` and `flushed` are themselves. `Shipment` (planner, differ) is the real one.
-`_said` keeps an end until a delta sent after it is answered, and says it again on the next connection.
+`drop_engine`, `note`, `end` and `flushed` are themselves. `Shipment` (planner, differ) and `Ends` are real.
 An event of `_ship` sends one delta: between two of them anything may happen, as between two awaits.
 """
 
@@ -30,6 +29,7 @@ from segue_core.messages.peer import (
     bulk_head,
 )
 from segue_daemon.confirmed import shipment_of
+from segue_daemon.ends import Ends
 from segue_daemon.engine import EngineSession
 from segue_daemon.ledger import Changes
 from segue_daemon.shipment import Shipment
@@ -56,8 +56,7 @@ class SimLink:
         self.shipments: dict[int, Shipment] = {}
         self.peer_incarnation = 0
         self._connection: Connection | None = None
-        self._ends: dict[tuple[str, int], End] = {}
-        self._said: dict[tuple[str, int], tuple[End, int]] = {}
+        self.ends = Ends()
         self._number = 0
         self._consumed = self._window = self._link_sent = 0
         self._heard_ns = 0
@@ -100,7 +99,7 @@ class SimLink:
         shipment = self.shipments.get(session_incarnation)
         if shipment is not None:
             shipment.forget(seq)
-        self._ends[seq, epoch] = End(seq, epoch, session_incarnation)
+        self.ends.add(End(seq, epoch, session_incarnation))
         self.wake()
 
     def flush(self, session: EngineSession) -> None:
@@ -161,12 +160,11 @@ class SimLink:
         self._consumed = self._link_sent = 0
         self._heard_ns = self.world.now
         if same_life:
-            self._ends = {key: end for key, (end, _) in self._said.items()} | self._ends
+            self.ends.again()
             for shipment in self.shipments.values():
                 shipment.reconnected(self.world.now)
         else:
-            self._ends.clear()
-            self._said.clear()
+            self.ends.clear()
             for incarnation, shipment in list(self.shipments.items()):
                 self.shipments[incarnation] = self._shipment(shipment.session)
         self.connected = True
@@ -185,11 +183,8 @@ class SimLink:
         connection = self._connection
         if not self.connected or connection is None:
             return
-        while self._ends:
-            key = next(iter(self._ends))
-            end = self._ends.pop(key)
-            self._said[key] = end, self._number
-            self._send(connection, end, b"")
+        while self.ends:
+            self._send(connection, self.ends.say(self._number), b"")
         if self._link_sent - self._consumed > self._window // 2:
             return
         now = self.world.now
@@ -227,9 +222,12 @@ class SimLink:
         self._heard_ns = self.world.now
         if isinstance(message, Ack | Nack):
             self._consumed = min(max(self._consumed, message.consumed_bytes), self._link_sent)
-            self._said = {k: said for k, said in self._said.items() if said[1] >= message.number}
+            self.ends.heard(message.number)
             self._answered(message)
         elif isinstance(message, Pong):
+            if min(message.consumed_bytes, self._link_sent) > self._consumed:
+                self.lost(connection, "an answer was lost")
+                return
             for shipment in self.shipments.values():
                 shipment.retry_refused(message.free_bytes, self.world.now)
         self.wake()

@@ -97,9 +97,12 @@ class SimReceiver:
         if isinstance(message, Hello):
             self._greet(connection, message)
         elif isinstance(message, Ping):
-            if connection.number in self.writers:
-                self.writers[connection.number].heard_ns = self.world.now
-            connection.answer(encode(Pong(message.number, self.store.evictor.room_bytes)))
+            writer = self.writers.get(connection.number)
+            if writer is not None:
+                writer.heard_ns = self.world.now
+            consumed = writer.consumed if writer is not None else 0
+            room = self.store.evictor.room_bytes
+            connection.answer(encode(Pong(message.number, room, consumed_bytes=consumed)))
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         now = self.world.now
@@ -209,6 +212,7 @@ class SimReceiver:
     def _take(self, writer: Writer, message: object, payload_bytes: int, header_bytes: int) -> Task:
         if isinstance(message, End):
             self.store.end(message)
+            self.daemon.replica_changed(message.seq)
             self.world.say("{}: {} ended", self.daemon.name, message)
             self.world.touched(self.daemon)
             return
@@ -229,7 +233,8 @@ class SimReceiver:
         self.world.checks.answered(self.daemon, message, answer)
         if isinstance(answer, Ack):
             self.daemon.replica_changed(message.seq)
-        writer.connection.answer(encode(answer))
+        if not self.world.clockwork.chance(self.world.faults.lose_answer):
+            writer.connection.answer(encode(answer))
         self.world.touched(self.daemon)
 
     def _receive(self, writer: Writer, delta: Delta) -> Generator[int, bytes, int | Refusal]:

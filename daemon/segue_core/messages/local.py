@@ -24,12 +24,14 @@ MAX_DETAIL_CHARS = 4096
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
-    """Worker to daemon, with file descriptors: journal, doorbell, lifeline, then one per geometry handle.
+    """Worker to daemon, with file descriptors: journal, doorbell, lifeline, the timeline if there is one,
+    then those of the geometry's handles.
 
     `fingerprint` is 16 bytes: equal for engines whose KV bytes are interchangeable. `defaults` are sampling
     parameters that the engine sets where a request does not. `exact` and `exact_detail`: see EngineStatus.
-    `rank` of `ranks`: which part of the engine this worker is; each part has a daemon of its own.
-    `notice`: when it tells of a step.
+    `rank` of `ranks`: which part of the engine this worker is; each part has a daemon of its own. `notice`:
+    when it tells of a step. `timeline`: a step is complete when its number is there (`segue_core.timeline`),
+    and not when its commit is written.
     """
 
     version: int
@@ -44,6 +46,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)] = 0
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     notice: Notice = "before"
+    timeline: bool = False
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):

@@ -75,13 +75,15 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     """Receiver to writer. `free_bytes`: room for replicas, of `budget_bytes`; `running`: sequences that the
-    engine beside it works on; `serving`: whether there is a living one that could take sequences over."""
+    engine beside it works on; `serving`: whether there is a living one that could take sequences over.
+    `consumed_bytes`: as in `Ack`; answers come in order, so one that was not heard before this is lost."""
 
     number: int
     free_bytes: Count
     budget_bytes: Count = 0
     running: Count = 0
     serving: bool = True
+    consumed_bytes: Count = 0
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
@@ -204,7 +206,6 @@ class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
     """Rank 0 to another rank: every placement follows, now and at each change. `refusal`: why none does."""
 
     version: int
-    incarnation: int
     refusal: str = ""
 
 
@@ -215,7 +216,7 @@ class PeerView(msgspec.Struct, frozen=True, array_like=True):
     up: bool
     free_bytes: Count
     budget_bytes: Count
-    link_ms: float
+    link_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class TurnedAway(msgspec.Struct, frozen=True, array_like=True):

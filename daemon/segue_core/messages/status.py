@@ -91,6 +91,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     `evicted_*`: blocks of cache, and replicas given up as stale or while they were live. `corrupt` counts
     deltas with a wrong checksum and blocks that changed in memory; `poisoned_blocks` are the latter of them.
     `own_replicas`: of the `replicas`, those kept for the engine of this host after it died.
+    `fences_forgotten`: epochs that a late writer could go below again, because newer ones took their place.
     """
 
     budget_bytes: int
@@ -112,6 +113,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     scrubbed_bytes: int = 0
     own_replicas: int = 0
     evicted_own_replicas: int = 0
+    fences_forgotten: int = 0
 
 
 class CopiesStatus(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -122,6 +124,66 @@ async def test_an_end_is_not_said_again_once_something_later_was_answered(stage:
     link.end(7, "t", 1)
     assert await next_end(again) == End("t", 1, 7)
     again.close()
+
+
+async def test_ends_of_two_lives_of_an_engine_are_two(stage: tuple[Peer, Link]) -> None:
+    """A name that came back under the same epoch: a peer frees only what was written by who ends it."""
+    peer, link = stage
+    connection = await peer.accept()
+    link.end(7, "s", 1)
+    link.end(8, "s", 1)
+    assert [await next_end(connection) for _ in range(2)] == [End("s", 1, 7), End("s", 1, 8)]
+    connection.close()
+
+
+async def test_an_answer_that_was_lost_is_noticed(stage: tuple[Peer, Link]) -> None:
+    """Otherwise what it gave back of the window is gone for good, and the link may stand still for ever."""
+    peer, link = stage
+    connection = await peer.accept()
+    always_something_to_send(link, 2, lambda _: None)
+    link.end(7, "first", 1)
+    while link._outbox.in_flight < 2:
+        await recv_bulk_header(connection, peer="a")
+    await peer.say(Ack(1, "busy", 1, 1, 1))
+    await peer.say(Pong(1, 5, 5, 0, False, 1))
+    async with asyncio.timeout(10):
+        while link.free_bytes != 5:  # noqa: ASYNC110 - the link tells nobody
+            await asyncio.sleep(0.01)
+    assert link.connected, "all that was consumed was answered"
+    reasons: list[str] = []
+    link._disconnected = reasons.append  # type: ignore[method-assign]
+    await peer.say(Pong(2, 5, 5, 0, False, 2))
+    async with asyncio.timeout(10):
+        again = await peer.accept()
+    assert reasons == ["an answer was lost"]
+    for each in (connection, again):
+        each.close()
+
+
+@pytest.mark.parametrize("why", ["let go", "only receives"])
+async def test_nobody_waits_for_what_will_never_be_sent(stage: tuple[Peer, Link], why: str) -> None:
+    """A dead engine's memory was let go for the next one, or this daemon sends nothing: salvage is over."""
+    peer, link = stage
+    connection = await peer.accept()
+    session: Any = SimpleNamespace(incarnation=7)
+    shipment: Any = SimpleNamespace(
+        session=session, flush=lambda _: None, unflushed=lambda: 1, next_delta=None
+    )
+    shipment.urgent, shipment.waiting = lambda _: False, False
+    shipment.planner = SimpleNamespace(due_ns=lambda: None)
+    if why == "only receives":
+        settings = msgspec.structs.replace(link._settings.replication, enabled=False)
+        link._settings = msgspec.structs.replace(link._settings, replication=settings)
+    link._shipments[7] = shipment
+    async with asyncio.timeout(10):
+        while not link.connected:  # noqa: ASYNC110 - the link tells nobody
+            await asyncio.sleep(0.01)
+        salvage = asyncio.create_task(link.flushed(session))
+        await asyncio.sleep(0)
+        assert salvage.done() == (why == "only receives")
+        link.drop_engine(session)
+        await salvage
+    connection.close()
 
 
 def always_something_to_send(link: Link, count: int, before: Callable[[int], None]) -> None:

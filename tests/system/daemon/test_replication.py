@@ -46,7 +46,7 @@ def test_every_token_arrives_and_can_be_loaded(pair: DaemonSet, slots: bool) -> 
     a.step()
     have = live.computed
     wait_for(lambda: pair["b"].watermark("s") == have, f"all {have} tokens at b")
-    assert pair["a"].watermark("s") == have
+    wait_for(lambda: pair["a"].watermark("s") == have, "acked")
     status, promoted = pair["b"].get("/v1/sequences/s/promote", {"epoch": 2, "want_tokens": have})
     assert (status, promoted["watermark"]) == (200, have)
     assert b.resume("s", [*live.ids, 99], 2) == have
@@ -91,9 +91,8 @@ def test_a_fenced_writer_changes_nothing(pair: DaemonSet) -> None:
     for token in range(10):
         live.ids.append(token)
         a.step()
-    wait_for(lambda: pair["b"].status()["store"]["refused"] > 0, "a late delta is refused")
-    assert pair["b"].watermark("s") == 20
     wait_for(lambda: pair["a"].get("/v1/sequences/s")[1]["role"] == "fenced", "the old daemon says so")
+    assert pair["b"].watermark("s") == 20
     assert pair["a"].get("/v1/sequences/s")[1]["epoch"] == 5
     status, body = pair["b"].get("/v1/sequences/s/promote", {"epoch": 5})
     assert status == 409 and "epoch 5" in body["error"]
@@ -113,6 +112,17 @@ def test_a_writer_that_holds_the_new_writers_replica_knows_that_it_is_fenced(pai
     assert (body["role"], body["epoch"], body["watermark"]) == ("replica", 2, 21)
     a.close()
     b.close()
+
+
+def test_a_writer_whose_sequence_was_promoted_elsewhere_hears_of_it(pair: DaemonSet) -> None:
+    """Also if it ships nothing that could be refused: the daemon that was promoted tells its peers."""
+    a = engine(pair, "a")
+    a.start("s", list(range(20)), replication="off")
+    a.step()
+    wait_for(lambda: pair["a"].get("/v1/sequences/s")[0] == 200, "known")
+    assert pair["b"].get("/v1/sequences/s/promote", {"epoch": 2})[0] == 200
+    wait_for(lambda: pair["a"].status()["engine"]["fenced"] == 1, "fenced")
+    a.close()
 
 
 def test_the_epoch_of_a_new_writer_replaces_the_old_replica(pair: DaemonSet) -> None:

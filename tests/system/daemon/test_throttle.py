@@ -83,7 +83,7 @@ def test_throttling_merges_tokens_instead_of_queueing_them() -> None:
             a.close()
         finally:
             daemons.stop()
-    assert taken[30_000] < taken[0] / 2, taken
+    assert taken[30_000] < 0.8 * taken[0], taken  # two thirds of it is the KV itself
 
 
 def test_an_answer_is_not_held_up_by_a_prompt_under_the_budget() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue_core.errors import ProtocolError
-from segue_core.framing import LENGTH, decode, encode_frame, recv_with_fds, send_with_fds
+from segue_core.framing import LENGTH, MAX_FDS, close_fds, decode, encode_frame, recv_with_fds, send_with_fds
 from segue_core.messages.journal import Record
 from segue_core.messages.local import Attach, ToDaemon
 from segue_core.messages.peer import Bulk, Control
@@ -28,6 +28,26 @@ def test_a_frame_carries_its_descriptors() -> None:
         assert os.pread(fds[0], 5, 0) == b"hello"
         os.close(fd)
         os.close(fds[0])
+
+
+def test_more_descriptors_than_fit_at_once_travel_in_order() -> None:
+    """GPU memory in many physical allocations is handed over whole, to a receiver that allows as many."""
+    left, right = socket.socketpair()
+    with left, right:
+        sent = [os.memfd_create(str(number)) for number in range(2 * MAX_FDS + 3)]
+        try:
+            for number, fd in enumerate(sent):
+                os.ftruncate(fd, number)
+            send_with_fds(left, Attach(1, "a", 7), sent)
+            body, fds = recv_with_fds(right, peer="test", max_fds=len(sent))
+            assert decode(body, ToDaemon, peer="test") == Attach(1, "a", 7)
+            assert [os.fstat(fd).st_size for fd in fds] == list(range(len(sent)))
+            close_fds(fds)
+            send_with_fds(left, Attach(1, "a", 7), sent)
+            with pytest.raises(ProtocolError, match="more than"):
+                recv_with_fds(right, peer="test")
+        finally:
+            close_fds(sent)
 
 
 @pytest.mark.parametrize("cut", [1, 4, 6])

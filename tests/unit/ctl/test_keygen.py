@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from segue_ctl import keygen
 from segue_ctl.cli import main
 
 
@@ -131,3 +133,25 @@ def test_without_cryptography_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert main(["keygen", "--out", str(tmp_path / "keys"), "a"]) == 2
     assert "pip install 'segue-ha[keys]'" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_ca_that_was_not_finished_is_made_anew(
+    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk in the middle, and the next run goes on as if nothing had been."""
+    left = written
+    usual = keygen._write
+
+    def until_full(file: Path, data: bytes) -> None:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        left -= 1
+        usual(file, data)
+
+    monkeypatch.setattr(keygen, "_write", until_full)
+    assert main(["keygen", "--out", str(tmp_path / "keys"), "a"]) == 1
+    assert "No space left" in capsys.readouterr().err
+    monkeypatch.setattr(keygen, "_write", usual)
+    assert main(["keygen", "--out", str(tmp_path / "keys"), "a"]) == 0

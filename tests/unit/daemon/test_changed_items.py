@@ -182,6 +182,8 @@ def test_an_item_counts_from_the_earliest_slot_at_which_it_changed() -> None:
     assert learned.ready
     left_out = [np.flatnonzero(learned.later(slots).view("u2")).tolist() for slots in (1, 2, 3)]
     assert left_out == [[0, 2, 4, 5, 6, 7], [4, 5, 6, 7], [6, 7]]
+    learned.learn(2, np.array([4, 5]))  # taken before the last look that was wanted, told after it
+    assert np.flatnonzero(learned.later(3).view("u2")).tolist() == [6, 7]
 
 
 @given(st.data())

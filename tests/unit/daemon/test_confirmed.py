@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segue_core.ring import Word
 from segue_daemon.differ import Built, Differ
 from segue_daemon.hold import Held, HoldBack
 from segue_daemon.kept import OwnKeep
@@ -70,6 +71,47 @@ def test_of_a_dead_engine_only_what_is_proved_is_sent() -> None:
     while bench.ship(peer):
         pass
     assert peer.shipment.watermark("s") == 0, "these bytes were never confirmed"
+    bench.close()
+
+
+def bench_with_a_copy_held_back() -> Bench:
+    """`s` is at both peers and proved up to 8 of 10 tokens; a copy of `t` waits for a word of the engine."""
+    bench = Bench(3, slots=True, hold_bytes=0)
+    bench.engine.live["s"] = Live(list(range(10)))
+    while bench.engine.live["s"].computed < 10:
+        bench.engine.tick()
+    bench.settle()
+    live = bench.engine.live["t"] = Live([60, 61], [bench.engine.free.pop()], 2)
+    for position in range(2):
+        bench.engine._write(live, position)
+    bench.engine.publish()
+    bench.drain()
+    for peer in bench.peers:
+        while "t" not in peer.shipment._hold:  # type: ignore[attr-defined]
+            assert bench.ship(peer)
+    return bench
+
+
+def test_what_a_dead_engine_will_never_confirm_is_not_in_the_way_of_what_is_proved() -> None:
+    """Its copies that wait fill the memory that there is for them: for good, now that it is dead."""
+    bench = bench_with_a_copy_held_back()
+    peer = bench.peers[0]
+    bench.engine.session.dead = True
+    peer.lose_everything("s")
+    peer.shipment.flush(0)
+    while peer.shipment.unflushed():
+        assert bench.ship(peer)
+    assert peer.store.replicas["s"].watermark == 8
+    assert peer.shipment.held_bytes == 0
+    bench.close()
+
+
+def test_a_copy_of_what_was_forgotten_is_let_go_at_once() -> None:
+    """The journal lost records: nothing that comes later confirms it, and others wait behind it."""
+    bench = bench_with_a_copy_held_back()
+    bench.engine.ring.set(Word.DROPPED, 1)
+    bench.drain()
+    assert [peer.shipment.held_bytes for peer in bench.peers] == [0, 0]
     bench.close()
 
 

@@ -17,7 +17,10 @@ from segue_core.messages.journal import Begin, Commit, SequenceBegin
 from segue_core.messages.local import Register
 from segue_core.ring import Ring, Word
 from segue_core.shared_memory import seal_size, sealable_memory
+from segue_daemon import engine
 from segue_daemon.engine import EngineSession
+from segue_daemon.settings import ReplicationSettings
+from segue_daemon.shipment import Shipment
 
 GEOMETRY = Geometry(8, 2, (512,), (Region(0, 0, (8, 2, 16), (64, 32, 2), 2, ("block", "slot", "dim")),))
 
@@ -102,3 +105,86 @@ def test_impossible_bookkeeping_is_survived(bench: Bench) -> None:
         bench.writer.set(Word.HEAD, head)
         bench.session.drain()
     assert bench.session.broken_records >= 1
+
+
+class Copying:
+    """A shipment to one peer; each move takes one record more, as after a long pause each takes its share."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.shipment = Shipment(bench.session, ReplicationSettings(), 1 << 16, lambda _: True)
+
+    def drain(self) -> None:
+        for changes in self.bench.session.drain():
+            self.shipment.note(changes)
+
+    def next(self) -> str | None:
+        ready = self.shipment.next_delta(1, self.drain)
+        return ready.delta.seq if ready is not None else None
+
+
+def gives_blocks_of_s_away(bench: Bench) -> None:
+    """`v` and `s` were begun and computed; what the journal says after that was not read yet."""
+    bench.write(begin(1, "v", [3]))
+    bench.write(begin(1, "s", [0, 1]))
+    bench.write(Commit(1, (("v", 2), ("s", 4))))
+    for _ in range(3):
+        bench.session.drain()
+    for record in (Commit(2, ()), Commit(2, ()), begin(3, "t", [0, 1])):
+        bench.write(record)
+
+
+def test_a_copy_is_not_sent_before_all_that_was_written_meanwhile_was_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause of the daemon the journal holds more than is read at once: somewhere in it the blocks
+    that were just copied may have been given to somebody else."""
+    monkeypatch.setattr(engine, "MAX_RECORDS_PER_DRAIN", 1)
+    gives_blocks_of_s_away(bench)
+    copying = Copying(bench)
+    assert [copying.next() for _ in range(4)] == [None, "v", None, None]
+    bench.write(Commit(3, (("t", 4),)))
+    bench.write(begin(4, "u", [2]))
+    bench.write(Commit(4, (("u", 2),)))
+    for _ in range(3):
+        copying.drain()
+    assert {copying.next() for _ in range(2)} == {"t", "u"}
+
+
+def test_much_to_read_is_not_taken_for_something_unreadable(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is needed: of a dead engine nobody can announce it anew."""
+    monkeypatch.setattr(engine, "MAX_RECORDS_PER_DRAIN", 1)
+    for step in range(4):
+        bench.write(begin(step, f"s{step}", [step]))
+    for _ in range(4):
+        bench.clock.advance_ms(200)
+        bench.session.drain()
+    assert len(bench.session.ledger.sequences) == 4 and not bench.session.broken_records
+
+
+def test_a_copy_is_not_sent_while_a_record_cannot_be_read(bench: Bench) -> None:
+    """It may be the one that gives the blocks away."""
+    gives_blocks_of_s_away(bench)
+    copying = Copying(bench)
+    bench.writer._data[bench.writer.get(Word.TAIL) % 4096 + 8] ^= 0xFF
+    assert copying.next() is None
+    assert "s" in bench.session.ledger.sequences
+
+
+def test_of_a_dead_engine_nothing_is_claimed_before_its_last_word(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left is copied from memory that only the end of its journal tells about."""
+    monkeypatch.setattr(engine, "MAX_RECORDS_PER_DRAIN", 1)
+    gives_blocks_of_s_away(bench)
+    bench.session.last_words()
+    ledger = bench.session.ledger
+    assert not ledger.stale and not ledger.intact(ledger.sequences["s"], 0, 2)
+    assert ledger.intact(ledger.sequences["t"], 0, 2)
+    bench.writer.append(b"noise")
+    bench.write(Commit(4, ()))
+    bench.writer._data[bench.writer.get(Word.HEAD) % 4096 - 8] ^= 0xFF
+    bench.session.last_words()
+    assert ledger.sequences == {} and not ledger.stale

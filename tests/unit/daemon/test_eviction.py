@@ -203,7 +203,7 @@ def test_a_poisoned_block_is_never_loaded(verify: Any) -> None:
     shelf.now += 10**12
     shelf.memory[shelf.store.replicas["s"].blocks[3].offset + 5] ^= 4
     found = shelf.match("s", 7 * SIZE, hint="s")
-    assert found.tokens == 3 * SIZE and shelf.store.poisoned == 1
+    assert found.tokens == 3 * SIZE and shelf.store.integrity.poisoned == 1
     assert shelf.losses == [Loss("w", "s", 1, 3 * SIZE, NackReason.CORRUPT)]
     assert shelf.store.replicas["s"].watermark == 3 * SIZE
     shelf.store.release(found.lease)
@@ -219,9 +219,9 @@ def test_the_scrubber_finds_a_poisoned_block_before_anybody_asks() -> None:
     shelf.memory[shelf.store.replicas["s"].blocks[0].offset] ^= 1
     shelf.memory[shelf.store.replicas["t"].blocks[1].offset] ^= 1
     for _ in range(shelf.store.sealed_blocks):
-        shelf.store.scrub_one(shelf.now)
+        shelf.store.integrity.scrub_one(shelf.now)
     assert {loss.seq: loss.watermark for loss in shelf.losses} == {"s": 0, "t": SIZE}
-    assert shelf.store.poisoned == 2
+    assert shelf.store.integrity.poisoned == 2
     assert shelf.cached_tokens("s", 4 * SIZE) == 0
     assert shelf.cached_tokens("t", 2 * SIZE) == SIZE
 
@@ -233,10 +233,10 @@ def test_scrubbing_keeps_to_its_rate_and_reaches_every_block() -> None:
     scrubber = Scrubber(bytes_per_s=5 * BLOCK, burst=3 * BLOCK)
     seen = []
     for tick in range(21):
-        scrubber.tick(tick * 10**8, shelf.store.sealed_blocks, lambda: shelf.store.scrub_one(1))
+        scrubber.tick(tick * 10**8, shelf.store.sealed_blocks, lambda: shelf.store.integrity.scrub_one(1))
         seen.append(scrubber.scrubbed_bytes // BLOCK)
     assert seen[-1] in (10, 11) and max(b - a for a, b in pairwise(seen)) == 1
-    scrubber.tick(10**12, shelf.store.sealed_blocks, lambda: shelf.store.scrub_one(1))
+    scrubber.tick(10**12, shelf.store.sealed_blocks, lambda: shelf.store.integrity.scrub_one(1))
     assert scrubber.scrubbed_bytes // BLOCK - seen[-1] <= 3
     off = Scrubber(bytes_per_s=0)
     off.tick(0, 10, lambda: BLOCK)

@@ -65,3 +65,31 @@ def test_fences_are_bounded_and_never_lowered() -> None:
     for seq, epoch in (("a", 5), ("b", 2), ("a", 3), ("b", 4), ("c", 2)):
         fences.lift(seq, epoch)
     assert [fences.of(seq) for seq in "abc"] == [0, 4, 2] and len(fences) == 2
+    assert fences.forgotten == 1, "what is not guarded any more is counted"
+
+
+def test_an_epoch_under_which_the_engine_here_writes_is_not_given_out_again() -> None:
+    """Also by a daemon that was restarted: it has forgotten who was promoted, its engine has not."""
+    store = new_store()
+    store.written_here = {"s": 2}.__getitem__
+    assert store.promote("s", 2) is None
+    assert store.promote("s", 3) == 0
+
+
+def test_a_writer_is_not_told_that_an_earlier_writers_tokens_are_its_own() -> None:
+    """What it believes to be held is not sent, and counts as protected."""
+    store = new_store()
+    assert ship(store, 8) == 8
+    ids = array("I", range(8)).tobytes()
+    keys = chain(root_key(FINGERPRINT, b""), ids, SIZE)
+    named = tuple(Part(i, PartKind.KEY, key, 0) for i, key in enumerate(keys))
+    reservation = store.reserve(Delta(1, "s", 2, 5, FINGERPRINT, b"", SIZE, BLOCK, 0, ids, named, 0), "v")
+    assert not isinstance(reservation, Refusal)
+    block = reservation.targets[1][1]
+    assert block is not None
+    block.checksum = 0
+    for _ in range(2):
+        store.integrity.scrub_one(0)  # finds the block changed while the delta is on its way
+    assert store.replicas["s"].watermark == 4, "what was here keeps what is right"
+    refused = store.commit(reservation, {})
+    assert isinstance(refused, Refusal) and (refused.reason, refused.watermark) == (NackReason.KEY_UNKNOWN, 0)

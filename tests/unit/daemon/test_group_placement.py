@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from segue_core.clock import MonotonicClock
+from segue_core.errors import ProtocolError
+from segue_core.framing import decode
+from segue_core.messages import PROTOCOL_VERSION
+from segue_core.messages.peer import Control, Join, Joined, PeerView, Placements, Report
+from segue_daemon import group_placement
+from segue_daemon.group import Leader
 from segue_daemon.group_placement import FollowingPlacement, LeadingPlacement
 from segue_daemon.placement import Placement
+from segue_daemon.settings import DaemonSettings, GroupSettings
 
 PEERS = ("b", "c", "d")
 SEQS = [f"s{number}" for number in range(40)]
@@ -33,7 +42,7 @@ class Group:
         return [self.leader, *self.followers]
 
     def join(self, rank: int) -> None:
-        self.followers[rank - 1].joined(1)
+        self.followers[rank - 1].joined()
         self.leader.joined(rank, self.now)
         self.talk()
 
@@ -129,6 +138,26 @@ def test_a_rank_that_was_started_again_is_told_everything() -> None:
     assert {seq: group.followers[0].holders(seq) for seq in SEQS} == before
 
 
+def test_a_leader_that_was_started_again_takes_nothing_away() -> None:
+    """It does not know yet where anything could go: what the other rank has placed stays until it does."""
+    group = Group()
+    group.leader.holders("s1")
+    group.talk()
+    (before,) = group.at("s1")
+    group.leader = LeadingPlacement(PEERS, ranks=2)
+    assert group.leader.holders("s1") == (), "no peer is there for all ranks yet"
+    group.followers[0].joined()
+    group.leader.joined(1, group.now)
+    group.followers[0].told(group.leader.words(1))
+    assert group.followers[0].review(SEQS, group.now) == []
+    assert group.followers[0].holders("s1") == before
+    for name in PEERS:
+        group.leader.up(name, host=name)
+        group.leader.room(name, BUDGET, budget_bytes=BUDGET)
+    group.talk()
+    assert len(group.at("s1")) == 1 and group.at("s1") != {()}
+
+
 def test_a_name_that_is_used_again_goes_where_the_leader_says_then() -> None:
     """Whichever rank hears first that the first sequence of that name is over."""
     group = Group()
@@ -159,17 +188,75 @@ def test_nothing_is_kept_of_sequences_that_are_over() -> None:
     assert all(placement.copies == 0 for placement in group.placements)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_kept_of_sequences_that_end_while_the_ranks_do_not_hear_each_other(when: str) -> None:
+    """Nobody will say any more that they are over, be it before or after this rank joins again."""
+    group = Group()
+    for seq in SEQS:
+        group.leader.holders(seq)
+    group.talk()
+    for seq in SEQS:
+        group.followers[0].holders(seq)
+    group.leader.left(1, group.now)
+    for seq in SEQS:
+        group.leader.forget(seq)
+        if when == "before":
+            group.followers[0].forget(seq)
+    group.join(1)
+    for seq in SEQS:
+        group.followers[0].forget(seq)
+    assert group.followers[0]._told == {} and group.followers[0]._unsure == set()
+
+
+async def test_a_rank_that_cannot_be_told_everything_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer to its reports would let it believe that it has heard all there is."""
+    monkeypatch.setattr(group_placement, "MAX_TOLD", 10)
+    settings = DaemonSettings(name="a", socket="/run/a.sock", group=GroupSettings(ranks=2))
+    sent: list[Joined | Placements] = []
+
+    async def send(identity: bytes, message: Joined | Placements) -> bool:
+        sent.append(message)
+        return True
+
+    placement = LeadingPlacement(PEERS, ranks=2)
+    leader = Leader(settings, placement, MonotonicClock(), send)
+    await leader.hear(b"follower", Join(PROTOCOL_VERSION, "a", 1, 2))
+    views = tuple(PeerView(name, True, BUDGET, BUDGET, 0.0) for name in PEERS)
+    for name in PEERS:
+        placement.up(name, host=name)
+        placement.room(name, BUDGET, budget_bytes=BUDGET)
+    await leader.hear(b"follower", Report(1, views))
+    assert isinstance(sent[-1], Placements) and leader.status().joined == (1,)
+    for seq in SEQS[:11]:
+        assert placement.holders(seq)
+    heard = len(sent)
+    await leader.hear(b"follower", Report(2, views))
+    assert len(sent) == heard and leader.status().joined == ()
+    await leader.hear(b"follower", Join(PROTOCOL_VERSION, "a", 1, 2))
+    await leader.hear(b"follower", Report(3, views))
+    told = [word for message in sent[heard:] if isinstance(message, Placements) for word in message.words]
+    assert {word.seq for word in told} == set(SEQS[:11])
+
+
+@pytest.mark.parametrize("link_ms", [-100.0, float("nan"), float("inf")])
+def test_a_rank_that_reports_an_impossible_lag_is_not_heard(link_ms: float) -> None:
+    """Rank 0 divides by it, and would place nothing any more."""
+    raw = msgspec.msgpack.encode(Report(1, (PeerView("b", True, 1, 1, link_ms),)))
+    with pytest.raises(ProtocolError, match="float"):
+        decode(raw, Control, peer="rank 1")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_the_ranks_agree_once_all_is_said(seed: int) -> None:
-    """Links break, peers fill up, ranks join again, sequences come and go: after the last word every rank
-    holds each sequence where the others do."""
+    """Links break, peers fill up, ranks join again, rank 0's daemon is another one, sequences come and go:
+    after the last word every rank holds each sequence where the others do."""
     rng = random.Random(seed)
     group = Group(3, grace_ns=50)
     live: list[str] = []
     for _ in range(200):
         group.now += rng.randrange(40)
         placement, name = rng.choice(group.placements), rng.choice(PEERS)
-        match rng.randrange(7):
+        match rng.randrange(8):
             case 0:
                 placement.lost(name, group.now)
             case 1:
@@ -188,6 +275,12 @@ def test_whatever_happens_the_ranks_agree_once_all_is_said(seed: int) -> None:
                 seq = live.pop()
                 for each in rng.sample(group.placements, 3):
                     each.forget(seq)
+            case 6:
+                group.leader = LeadingPlacement(PEERS, ranks=3, grace_ns=50)
+                for seq in live:
+                    group.leader.holders(seq)
+                group.join(1)
+                group.join(2)
             case _:
                 rank = rng.randrange(1, 3)
                 group.leader.left(rank, group.now)

@@ -7,6 +7,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,10 +24,11 @@ from segue_core.messages.local import Register
 from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
 from segue_core.ring import Ring
 from segue_core.shared_memory import seal_size, sealable_memory
+from segue_daemon.app import Daemon
 from segue_daemon.arena import Bytes
 from segue_daemon.engine_host import EngineHost
-from segue_daemon.kept import OwnKeep
-from segue_daemon.replicas import Loss, Refusal, Wanted
+from segue_daemon.kept import MAX_EXPIRED_AT_ONCE, OwnKeep
+from segue_daemon.replicas import OWN_WRITER, Loss, Refusal, Replica, Wanted
 from segue_daemon.settings import DaemonSettings, TimeoutSettings
 from segue_daemon.store import ReplicaStore
 
@@ -333,6 +335,39 @@ async def test_what_nobody_comes_back_for_is_let_go() -> None:
     at.host.stop()
 
 
+async def test_letting_go_of_much_at_once_is_done_in_pieces() -> None:
+    """The engine's questions are answered by the same loop."""
+    clock = ManualClock(start_ns=1)
+    at, life = Host(200, clock=clock), Life(1)
+    at.register(life)
+    for number in range(MAX_EXPIRED_AT_ONCE + 1):
+        life.write(f"s{number}", 4)
+    await at.dies(life)
+    left = []
+    for _ in range(2):
+        at.keep.expire(TTL_NS + 1)
+        left.append(len(at.kept()))
+    assert left == [1, 0]
+    at.host.stop()
+
+
+def test_a_living_engines_word_counts_more_than_what_was_kept_of_the_one_before() -> None:
+    """Under the same epoch, as where no router gives one: it has begun anew, with other tokens."""
+    replica = Replica("s", 1, 1, OWN_WRITER, FINGERPRINT, b"", SIZE, BLOCK, bytearray(4 * 8))
+    sequence = SimpleNamespace(seq="s", epoch=1, fence=0, fenced=False, computed=3, known=4, blocks=[0])
+    session = SimpleNamespace(ledger=SimpleNamespace(sequences={"s": sequence}, geometry=GEOMETRY))
+    daemon: Any = SimpleNamespace(
+        host=SimpleNamespace(session=session, live=session),
+        links=[],
+        store=SimpleNamespace(replicas={"s": replica}, fence=lambda _: 0),
+    )
+    said = Daemon.sequence_status(daemon, "s")
+    assert said is not None and (said.role, said.computed) == ("owner", 3)
+    daemon.host.live = None
+    said = Daemon.sequence_status(daemon, "s")
+    assert said is not None and (said.role, said.computed) == ("replica", 8)
+
+
 async def test_keeping_can_be_switched_off() -> None:
     """`store.keep_own: false`."""
     at, life = Host(ttl_ns=0), Life(1)
@@ -350,7 +385,7 @@ async def test_a_block_that_is_here_already_is_not_copied() -> None:
     life.write("s", 12)
     await at.dies(life)
     at.store.replicas["s"].blocks[1].checksum = 0  # as if it had changed
-    at.store._verify = "always"
+    at.store.integrity.verify = "always"
     again = Life(2, shade=51)
     at.register(again)
     again.write("s", 13)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from segue_core.credentials import check_client, check_server
 from segue_core.errors import ProtocolError, StartupError
-from segue_daemon.local import LocalServer, check_credentials, own_folder
+from segue_daemon.local import LocalServer, own_folder
 
 
 def test_a_folder_that_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
@@ -69,9 +70,20 @@ def test_only_this_user_and_root_may_connect() -> None:
     """Whoever else has got hold of the socket is sent away by name."""
     with From(socket.AF_UNIX) as connection:
         connection.peer = (17, os.geteuid(), 0)
-        assert check_credentials(connection) == 17
+        assert check_client(connection) == 17
         connection.peer = (18, 0, 0)
-        assert check_credentials(connection) == 18
+        assert check_client(connection) == 18
         connection.peer = (19, os.geteuid() + 1, os.getegid())
         with pytest.raises(ProtocolError, match=rf"process 19 of user {os.geteuid() + 1} may not connect"):
-            check_credentials(connection)
+            check_client(connection)
+
+
+def test_an_engine_shows_its_memory_to_no_other_users_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts a socket where the daemon's should be, while that is away, gets nothing."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with From(socket.AF_UNIX) as connection:
+        for connection.peer in ((17, 1000, 0), (18, 0, 0)):
+            check_server(connection)
+        connection.peer = (19, 1001, 1000)
+        with pytest.raises(ProtocolError, match=r"user 1001 listens there.*neither this user \(1000\)"):
+            check_server(connection)

@@ -434,6 +434,28 @@ def test_what_was_refused_takes_turns_when_it_is_tried_again() -> None:
     engine.close()
 
 
+def test_a_full_peer_is_not_sent_more_than_it_may_have_room_for() -> None:
+    """What it refused is tried again at each sign of life: for one block of room one try, not all of them."""
+    engine = Engine(opaque())
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    for name in ("a", "b", "c"):
+        begun = SequenceBegin(name, 1, b"", ids(8), array("I", (0, 1)).tobytes(), 8)
+        engine.ledger.apply(Begin(0, False, b"", (begun,), (), (), ()))
+    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+    block, number, tried = engine.geometry.block_bytes, 0, []
+    for room in (0, block, 4 * block, 1 << 20):
+        shipment.retry_refused(room)
+        tried.append(0)
+        while ready := shipment.next_delta(number + 1, lambda: None):
+            number, tried[-1] = number + 1, tried[-1] + 1
+            shipment.nacked(Nack(number, ready.delta.seq, 1, 0, NackReason.NO_ROOM, 0))
+    assert tried == [3, 1, 2, 3]
+    engine.close()
+
+
 def test_after_a_rewind_a_tail_goes_whole_until_the_peer_has_confirmed_one() -> None:
     """Deltas sent before the rewind may still be taken: changed words would fit what nobody is sure of."""
     engine = Engine(opaque())

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from array import array
 from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue_core.clock import ManualClock
 from segue_core.geometry import Geometry, Region
 from segue_core.messages.journal import Begin, Commit, SequenceBegin
 from segue_core.messages.peer import Ack, Nack, NackReason
 from segue_daemon.ledger import Ledger
 from segue_daemon.pages import HostPages
+from segue_daemon.placement import Placement
+from segue_daemon.placer import Placer
 from segue_daemon.settings import ReplicationSettings
 from segue_daemon.shipment import Shipment
 
@@ -74,12 +78,31 @@ def test_lag_is_the_same_as_counted_over_all_sequences(steps: list[tuple[str, st
             shipment.forget(seq)
         counted = 0
         for name, sequence in ledger.sequences.items():
-            known = shipment.planner.progress.get(name)
-            if known is not None and not known.stopped and not sequence.fenced:
-                counted += max(0, sequence.shippable - known.acked)
+            progress = shipment.planner.progress.get(name)
+            if progress is not None and not progress.stopped and not sequence.fenced:
+                counted += max(0, sequence.shippable - progress.acked)
         assert bool(shipment.unflushed()) == bool(counted)
         assert shipment.lag_tokens() == counted
-        held = [p.acked > 0 for p in shipment.planner.progress.values()]
+        known = shipment.planner.progress
+        held = [p.acked > 0 for name, p in known.items() if not ledger.sequences[name].fenced]
         assert shipment.copies() == (len(held), sum(held))
     pages.close()
     os.close(fd)
+
+
+def test_copies_are_wanted_of_what_this_engine_writes_and_peers_may_have() -> None:
+    """What went on elsewhere is protected from there: counted here it would look unprotected for ever."""
+    ledger = Ledger(GEOMETRY, b"f" * 16, max_sequences=9)
+    for name, replication in (("s", "normal"), ("t", "normal"), ("u", "off")):
+        begun = SequenceBegin(name, 1, b"", bytes(64), TABLES[name], 4, replication)  # type: ignore[arg-type]
+        ledger.apply(Begin(1, False, b"", (begun,), (), (), ()))
+    pages = SimpleNamespace(geometry=GEOMETRY, buffer=bytearray)
+    session = SimpleNamespace(pages=pages, ledger=ledger, incarnation=1, dead=False)
+    shipment = Shipment(session, ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
+    link: Any = SimpleNamespace(connected=True, copies=lambda _: shipment.copies())
+    host: Any = SimpleNamespace(live=session)
+    placer = Placer(Placement(["b"]), host, [link], ManualClock(start_ns=1))
+    shipment.planner.progress["s"].acked = shipment.planner.progress["t"].acked = 4
+    assert (placer.status().wanted, placer.status().placed, placer.status().achieved) == (2, 2, 2)
+    ledger.fence("t", 2)
+    assert (placer.status().wanted, placer.status().placed, placer.status().achieved) == (1, 1, 1)

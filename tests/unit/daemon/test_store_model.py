@@ -188,11 +188,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def scrub(self) -> None:
-        found = self.store.poisoned
+        found = self.store.integrity.poisoned
         wrong = {b for b in self.poisoned if self.store._pool._by_key.get(b.key) is b}
         for _ in range(self.store.sealed_blocks):
-            self.store.scrub_one(self.now)
-        assert self.store.poisoned == found + (len(wrong) if self.verify != "off" else 0)
+            self.store.integrity.scrub_one(self.now)
+        assert self.store.integrity.poisoned == found + (len(wrong) if self.verify != "off" else 0)
         self.poisoned.clear()
 
     def forget_absent(self, seq: str) -> None:

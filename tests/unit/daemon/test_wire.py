@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from segue_core.errors import ProtocolError
-from segue_core.messages.peer import End
+from segue_core.messages.peer import End, bulk_head
 from segue_daemon import wire
 from segue_daemon.wire import recv_bulk_header, recv_into, send_bulk
 
@@ -100,3 +100,16 @@ def test_others_run_while_a_socket_never_runs_dry(monkeypatch: pytest.MonkeyPatc
         other.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def test_a_header_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that stops in the middle does not have megabytes held for it as long as it likes."""
+    monkeypatch.setattr(wire, "HEADER_S", 0.01)
+    one, other = pair(1 << 16)
+    one.send(bulk_head(bytes(1 << 20), 0) + bytes(100))
+    async with asyncio.timeout(30) as patience:
+        with pytest.raises(TimeoutError):
+            await recv_bulk_header(other, peer="a")
+    assert not patience.expired()
+    one.close()
+    other.close()

@@ -8,12 +8,14 @@ import time
 
 import pytest
 
+from segue_core import credentials
 from segue_core.clock import MonotonicClock
 from segue_core.framing import encode_frame
 from segue_core.messages.journal import Begin, SequenceBegin, SequenceUpdate
 from segue_core.messages.local import Fenced, Matched, Refused
 from segue_core.ring import Word
 from segue_shim.exporter import Exporter
+from segue_shim.match_client import MatchClient
 from segue_shim.plan import Load, Source, StepPlan, pack_u32
 from support.daemon_stub import DaemonStub, ids, wait_until
 from support.kv_pages import BLOCK_SIZE, BLOCKS, FAST, kv_tensors
@@ -321,3 +323,23 @@ def test_closing_hangs_up_at_once(exporter: Exporter, stub: DaemonStub) -> None:
     exporter.close()
     assert time.perf_counter() - began < FAST.retry_max_ms / 1000 + 0.5
     assert stub.registered().connection.recv(1) == b""
+
+
+def test_the_shim_looks_whom_it_talks_to(
+    exporter: Exporter,
+    stub: DaemonStub,
+    socket_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another user's socket where the daemon's should be gets neither memory nor questions."""
+    monkeypatch.setattr(credentials, "_other_end", lambda _: (19, 1001))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    client = MatchClient(
+        socket_path, engine="a", incarnation=5, fingerprint=b"f" * 16, block_size=4, options=FAST
+    )
+    register(exporter)
+    assert client.match(seq="s", epoch=2, salt=b"", token_ids=bytes(80), computed=0, limit=19) is None
+    wait_until(lambda: caplog.text.count("user 1001 listens there") == 2)
+    assert not stub.attached and not stub.registrations
+    client.close()

@@ -1,0 +1,298 @@
+"""The CUDA driver as the shim uses it: a small typed table over the libcuda that the engine has loaded.
+
+Through ctypes, so that the engine's environment needs nothing more, and so that each call lets go of the
+interpreter lock. Entry points are asked for with the version that introduced their arguments
+(`cuGetProcAddress`). Invariant: a call that fails raises `CudaCallError`; a thread that has a context keeps
+it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from typing import Any, NamedTuple
+
+from segue_core.errors import SegueError
+
+LIBRARY = "libcuda.so.1"
+POSIX_FD = 1
+GRANULARITY_MINIMUM = 0
+HOST_REGISTER_PORTABLE, HOST_REGISTER_MAPPED, HOST_REGISTER_READ_ONLY = 1, 2, 8
+STREAM_NON_BLOCKING = 1
+EVENT_DISABLE_TIMING = 2
+CAN_WRITE_VALUE_64 = 122
+READ_ONLY_REGISTER_SUPPORTED = 113
+POINTER_DEVICE_ORDINAL = 9
+IN_STREAM_ORDER = 1
+"""Numbers of cuda.h: of CUdevice_attribute, CUpointer_attribute, CUmemcpySrcAccessOrder."""
+MISSING = "this driver does not have it"
+
+
+class AllocationLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("requested_handle_types", c_int),
+        ("location", AllocationLocation),
+        ("windows_metadata", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", c_int),
+        ("source_hint", AllocationLocation),
+        ("target_hint", AllocationLocation),
+        ("flags", c_uint),
+    )
+
+
+ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "cuInit": (2000, (c_uint,)),
+    "cuCtxGetCurrent": (4000, (POINTER(c_void_p),)),
+    "cuCtxSetCurrent": (4000, (c_void_p,)),
+    "cuDeviceGet": (2000, (POINTER(c_int), c_int)),
+    "cuDeviceGetAttribute": (2000, (POINTER(c_int), c_int, c_int)),
+    "cuDeviceGetUuid": (11040, (c_char_p, c_int)),
+    "cuDevicePrimaryCtxRetain": (7000, (POINTER(c_void_p), c_int)),
+    "cuDevicePrimaryCtxRelease": (11000, (c_int,)),
+    "cuGetErrorName": (6000, (c_int, POINTER(c_char_p))),
+    "cuPointerGetAttribute": (4000, (c_void_p, c_int, c_uint64)),
+    "cuMemGetAddressRange": (3020, (POINTER(c_uint64), POINTER(c_size_t), c_uint64)),
+    "cuIpcGetMemHandle": (4010, (POINTER(IpcHandle), c_uint64)),
+    "cuMemRetainAllocationHandle": (11000, (POINTER(c_uint64), c_void_p)),
+    "cuMemGetAllocationPropertiesFromHandle": (10020, (POINTER(AllocationProperties), c_uint64)),
+    "cuMemGetAllocationGranularity": (10020, (POINTER(c_size_t), POINTER(AllocationProperties), c_int)),
+    "cuMemExportToShareableHandle": (10020, (c_void_p, c_uint64, c_int, c_ulonglong)),
+    "cuMemRelease": (10020, (c_uint64,)),
+    "cuMemHostRegister": (6050, (c_void_p, c_size_t, c_uint)),
+    "cuMemHostUnregister": (4000, (c_void_p,)),
+    "cuMemHostGetDevicePointer": (3020, (POINTER(c_uint64), c_void_p, c_uint)),
+    "cuMemcpyHtoDAsync": (3020, (c_uint64, c_void_p, c_size_t, c_void_p)),
+    "cuMemcpyBatchAsync": (
+        13000,
+        (
+            POINTER(c_uint64),
+            POINTER(c_uint64),
+            POINTER(c_size_t),
+            c_size_t,
+            POINTER(CopyAttributes),
+            POINTER(c_size_t),
+            c_size_t,
+            c_void_p,
+        ),
+    ),
+    "cuStreamCreate": (2000, (POINTER(c_void_p), c_uint)),
+    "cuStreamSynchronize": (2000, (c_void_p,)),
+    "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
+    "cuStreamWriteValue64": (11070, (c_void_p, c_uint64, c_uint64, c_uint)),
+    "cuEventCreate": (2000, (POINTER(c_void_p), c_uint)),
+    "cuEventRecord": (2000, (c_void_p, c_void_p)),
+}
+
+
+class CudaCallError(SegueError):
+    """A driver call failed: `call` and the driver's `name` for what went wrong."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.call = call
+        self.name = name
+
+
+class Range(NamedTuple):
+    """Device memory: the address of its first byte, and bytes."""
+
+    base: int
+    nbytes: int
+
+
+class CudaDriver:
+    """The calls. Addresses, streams and handles are plain ints."""
+
+    def __init__(self) -> None:
+        """Raises CudaCallError without a driver."""
+        try:
+            library = ctypes.CDLL(LIBRARY)
+            lookup = library.cuGetProcAddress_v2
+        except (OSError, AttributeError) as error:
+            raise CudaCallError(LIBRARY, "there is no NVIDIA driver for CUDA 12 or later") from error
+        lookup.argtypes = (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int))
+        self._lookup = lookup
+        self._functions: dict[str, Any] = {}
+        self._batch = True
+
+    def _function(self, name: str) -> Any:
+        found = self._functions.get(name)
+        if found is None:
+            version, arguments = ENTRY_POINTS[name]
+            address = c_void_p()
+            status = self._lookup(name.encode(), byref(address), version, 0, None)
+            if status or not address.value:
+                raise CudaCallError(name, MISSING)
+            found = self._functions[name] = ctypes.CFUNCTYPE(c_int, *arguments)(address.value)
+        return found
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """One call by name; the arguments are as in ENTRY_POINTS. Raises CudaCallError."""
+        status = self._function(name)(*arguments)
+        if status:
+            text = c_char_p()
+            known = self._function("cuGetErrorName")(status, byref(text)) == 0 and text.value
+            raise CudaCallError(name, known.decode() if known else f"error {status}")
+
+    # -- device and context -------------------------------------------------------------------
+
+    def device_of(self, address: int) -> int:
+        """Ordinal of the device that the memory at `address` is on."""
+        ordinal = c_int()
+        self.call("cuPointerGetAttribute", byref(ordinal), POINTER_DEVICE_ORDINAL, address)
+        return ordinal.value
+
+    def uuid(self, device: int) -> bytes:
+        """16 bytes that name the GPU (or MIG instance) on any process's side."""
+        text = ctypes.create_string_buffer(16)
+        self.call("cuDeviceGetUuid", text, device)
+        return text.raw
+
+    def attribute(self, number: int, device: int) -> int:
+        """A device attribute."""
+        value = c_int()
+        self.call("cuDeviceGetAttribute", byref(value), number, device)
+        return value.value
+
+    def primary_context(self, device: int) -> int:
+        """The primary context, held from now on."""
+        context = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", byref(context), device)
+        return context.value or 0
+
+    def enter(self, context: int) -> None:
+        """Make `context` current in this thread, unless one is."""
+        current = c_void_p()
+        self.call("cuCtxGetCurrent", byref(current))
+        if not current.value:
+            self.call("cuCtxSetCurrent", context)
+
+    # -- export -------------------------------------------------------------------------------
+
+    def range_of(self, address: int) -> Range:
+        """The allocation that `address` lies in."""
+        base, nbytes = c_uint64(), c_size_t()
+        self.call("cuMemGetAddressRange", byref(base), byref(nbytes), address)
+        return Range(base.value, nbytes.value)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """The 64 bytes by which another process opens the allocation at `address`."""
+        handle = IpcHandle()
+        self.call("cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle)
+
+    def retain(self, address: int) -> int | None:
+        """The physical allocation mapped at `address`, to be released; None if it is not of that kind."""
+        handle = c_uint64()
+        try:
+            self.call("cuMemRetainAllocationHandle", byref(handle), address)
+        except CudaCallError as error:
+            if error.name in ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"):
+                return None
+            raise
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        """Give up what `retain` returned."""
+        self.call("cuMemRelease", handle)
+
+    def properties(self, handle: int) -> AllocationProperties:
+        """How a physical allocation was made."""
+        found = AllocationProperties()
+        self.call("cuMemGetAllocationPropertiesFromHandle", byref(found), handle)
+        return found
+
+    def granularity(self, properties: AllocationProperties) -> int:
+        """Bytes of which sizes and addresses of such allocations are multiples."""
+        nbytes = c_size_t()
+        self.call("cuMemGetAllocationGranularity", byref(nbytes), byref(properties), GRANULARITY_MINIMUM)
+        return nbytes.value
+
+    def export_fd(self, handle: int) -> int:
+        """A descriptor of a physical allocation; the caller closes it."""
+        fd = c_int(-1)
+        self.call("cuMemExportToShareableHandle", byref(fd), handle, POSIX_FD, 0)
+        return fd.value
+
+    # -- host memory, streams, copies ---------------------------------------------------------
+
+    def register_host(self, address: int, nbytes: int, flags: int) -> None:
+        """Page-lock host memory."""
+        self.call("cuMemHostRegister", address, nbytes, flags)
+
+    def unregister_host(self, address: int) -> None:
+        """The memory is ordinary again."""
+        self.call("cuMemHostUnregister", address)
+
+    def device_pointer(self, address: int) -> int:
+        """Where the GPU sees page-locked host memory."""
+        pointer = c_uint64()
+        self.call("cuMemHostGetDevicePointer", byref(pointer), address, 0)
+        return pointer.value
+
+    def write_value(self, stream: int, pointer: int, value: int) -> None:
+        """Queue a write of 8 bytes; whoever reads the new value sees all that was queued before it."""
+        self.call("cuStreamWriteValue64", stream, pointer, value, 0)
+
+    def create_stream(self) -> int:
+        """A stream that waits for no other."""
+        stream = c_void_p()
+        self.call("cuStreamCreate", byref(stream), STREAM_NON_BLOCKING)
+        return stream.value or 0
+
+    def create_event(self) -> int:
+        """An event of this process."""
+        event = c_void_p()
+        self.call("cuEventCreate", byref(event), EVENT_DISABLE_TIMING)
+        return event.value or 0
+
+    def follow(self, stream: int, other: int, event: int) -> None:
+        """What is queued in `stream` from now on runs after what `other` has now."""
+        self.call("cuEventRecord", event, other)
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def scatter(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
+        """Queue copies of page-locked host memory to device memory; in one call where the driver has
+        batches."""
+        count = len(sizes)
+        if self._batch and count > 1:
+            attributes, first = CopyAttributes(source_access_order=IN_STREAM_ORDER), c_size_t(0)
+            addresses, lengths = c_uint64 * count, (c_size_t * count)(*sizes)
+            arrays = addresses(*targets), addresses(*sources), lengths
+            try:
+                self.call("cuMemcpyBatchAsync", *arrays, count, byref(attributes), byref(first), 1, stream)
+            except CudaCallError as error:
+                if error.name not in (MISSING, "CUDA_ERROR_NOT_SUPPORTED"):
+                    raise
+                self._batch = False
+            else:
+                return
+        for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            self.call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until the stream is empty."""
+        self.call("cuStreamSynchronize", stream)

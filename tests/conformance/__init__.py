@@ -1,0 +1,1 @@
+"""What every implementation of an interface promises, tried on each of them."""

@@ -1,0 +1,87 @@
+"""The daemon's side of the pages suite, run in a child: opens what was exported and copies out of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from segue_core.geometry import Geometry
+from segue_daemon.open_pages import open_pages
+from segue_daemon.pages import Pages
+from support.cuda_double import Control
+
+state: dict[str, Any] = {}
+ROOM = 64
+"""Bytes past the end of each destination that must stay as they are."""
+
+
+def open_exported(encoded: bytes, descriptors: list[int] | None = None) -> int:
+    """Map it, as the daemon does at registration; bytes of a block."""
+    geometry = msgspec.msgpack.decode(encoded, type=Geometry).validate()
+    try:
+        state["pages"] = open_pages(geometry, descriptors or [])
+    finally:
+        for fd in descriptors or []:
+            os.close(fd)
+    return geometry.block_bytes
+
+
+def pages() -> Pages:
+    """What is open."""
+    found: Pages = state["pages"]
+    return found
+
+
+def copy_block(block: int, nbytes: int, pinned: bool = False) -> bytes:
+    """The bytes of a block, copied to ordinary memory or to the pages' own buffer."""
+    room = pages().buffer(nbytes + ROOM) if pinned else np.empty(nbytes + ROOM, np.uint8)
+    room[:] = 0xA5
+    pages().copy_block(block, room[:nbytes])
+    assert (room[nbytes:] == 0xA5).all(), "written past the end"
+    return room[:nbytes].tobytes()
+
+
+def copy_slots(block: int, first: int, last: int, room_bytes: int) -> tuple[int, bytes]:
+    """(bytes, content) of some slots of a block."""
+    room = np.empty(room_bytes, np.uint8)
+    nbytes = pages().copy_slots(block, first, last, room)
+    return nbytes, room[:nbytes].tobytes()
+
+
+def refusal(function: str, *arguments: int) -> str:
+    """The name of the exception that a copy raises."""
+    calls = {"copy_block": copy_block, "copy_slots": copy_slots}
+    try:
+        calls[function](*arguments)
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+def close() -> None:
+    """Let the memory go, and wait until it is gone."""
+    pages().close()
+    pages().close()
+    released = getattr(pages(), "released", None)
+    assert released is None or released.wait(30)
+
+
+def keep_buffer(nbytes: int) -> None:
+    """A buffer of the pages that somebody goes on using."""
+    state["buffer"] = pages().buffer(nbytes)
+    state["buffer"][:] = 7
+
+
+def kept_buffer() -> int:
+    """What is in it, added up."""
+    return int(state.pop("buffer").sum())
+
+
+def held() -> list[Any]:
+    """[descriptors, mappings of shared memory, what the driver's double counts] of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [len(os.listdir("/proc/self/fd")), sum("memfd:" in line for line in maps), Control().counts()]

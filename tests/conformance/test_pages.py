@@ -1,0 +1,140 @@
+"""What every kind of pages promises: host memory, and GPU memory by either kind of handle.
+
+Engine and daemon are processes of their own, as they are in life; GPUs are the driver's double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
+from support import cuda_double
+from support.cuda_process import CudaProcess
+
+HERE = Path(__file__).parent
+KINDS = ("host", "cuda_ipc", "cuda_vmm")
+BLOCK_BYTES = LAYERS * BLOCK_SIZE * WIDTH
+
+
+class World:
+    """An engine that has exported, and a daemon that has mapped."""
+
+    def __init__(self, engine: CudaProcess, daemon: CudaProcess, kind: str) -> None:
+        self.engine = engine
+        self.daemon = daemon
+        self.map(kind)
+
+    def map(self, kind: str) -> None:
+        """Export anew, and open that."""
+        exported, fds = self.engine.call_for_descriptors("export", kind)
+        assert self.daemon.call("open_exported", exported, descriptors=fds) == BLOCK_BYTES
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    found = cuda_double.folder()
+    if found is None:
+        pytest.skip("the driver's double needs gcc")
+    return found
+
+
+@pytest.fixture(scope="module")
+def daemon(library: Path) -> Iterator[CudaProcess]:
+    """One daemon for all: what an engine leaves behind would meet the next one."""
+    process = CudaProcess(library, HERE / "pages_daemon.py")
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(library: Path) -> Iterator[CudaProcess]:
+    """One process for the engines that live on."""
+    process = CudaProcess(library, HERE / "pages_engine.py")
+    yield process
+    process.kill()
+
+
+@pytest.fixture(params=KINDS)
+def world(request: pytest.FixtureRequest, engine: CudaProcess, daemon: CudaProcess) -> Iterator[World]:
+    """Every test on each kind of memory."""
+    yield World(engine, daemon, request.param)
+    daemon.call("close")
+
+
+def block_of(block: int) -> bytes:
+    """A block over all layers."""
+    return content()[:, block].tobytes()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_block_is_copied_byte_for_byte(world: World, pinned: bool) -> None:
+    """What is shipped is what the engine computed, and nothing beside it is touched."""
+    for block in (0, 5, BLOCKS - 1):
+        assert world.daemon.call("copy_block", block, BLOCK_BYTES, pinned) == block_of(block)
+
+
+def test_slots_are_copied_in_the_order_of_their_runs(world: World) -> None:
+    """A decode tail is the new tokens of every layer, and no others."""
+    for first, last in ((0, 1), (1, 3), (0, BLOCK_SIZE)):
+        nbytes, found = world.daemon.call("copy_slots", 9, first, last, BLOCK_BYTES)
+        assert nbytes == LAYERS * (last - first) * WIDTH
+        assert found == content()[:, 9, first:last].tobytes()
+
+
+@pytest.mark.parametrize("block", [-1, BLOCKS, 1 << 40])
+def test_a_block_that_is_not_there_is_refused(world: World, block: int) -> None:
+    """Bytes of something else never go out as KV."""
+    assert world.daemon.call("refusal", "copy_block", block, BLOCK_BYTES) == "IndexError"
+    assert world.daemon.call("refusal", "copy_slots", block, 0, 1, BLOCK_BYTES) == "IndexError"
+
+
+def test_too_little_room_is_refused(world: World) -> None:
+    """A copy never writes past its destination."""
+    assert world.daemon.call("refusal", "copy_block", 1, BLOCK_BYTES - 1) == "ValueError"
+    assert world.daemon.call("refusal", "copy_slots", 1, 0, 2, LAYERS * WIDTH) == "ValueError"
+
+
+def test_closed_pages_refuse_and_a_buffer_outlives_them(world: World) -> None:
+    """An engine that is gone is not read any more, while what was copied may still be on its way."""
+    daemon = world.daemon
+    daemon.call("keep_buffer", 1000)
+    daemon.call("close")
+    assert daemon.call("refusal", "copy_block", 1, BLOCK_BYTES) == "PagesError"
+    assert daemon.call("refusal", "copy_slots", 1, 0, 1, BLOCK_BYTES) == "PagesError"
+    assert daemon.call("kept_buffer") == 7000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_engine_s_blocks_can_still_be_copied(library: Path, daemon: CudaProcess, kind: str) -> None:
+    """What was not acknowledged when an engine died is salvaged from its memory."""
+    mortal = CudaProcess(library, HERE / "pages_engine.py")
+    try:
+        World(mortal, daemon, kind)
+    finally:
+        mortal.kill()
+    for block in range(BLOCKS):
+        assert daemon.call("copy_block", block, BLOCK_BYTES) == block_of(block)
+    daemon.call("close")
+
+
+def test_engines_come_and_go_without_a_trace(world: World) -> None:
+    """A daemon that has seen a thousand engines holds no more than one that has seen none."""
+    daemon = world.daemon
+    daemon.call("copy_block", 1, BLOCK_BYTES, True)
+    daemon.call("close")
+    before = daemon.call("held")
+    for kind in KINDS:
+        world.map(kind)
+        daemon.call("copy_block", 1, BLOCK_BYTES, True)
+        daemon.call("close")
+    assert daemon.call("held") == before
+
+
+def test_the_content_tells_blocks_and_layers_apart() -> None:
+    """These tests cannot pass on memory that is the same everywhere."""
+    blocks = content().reshape(LAYERS * BLOCKS, -1)
+    assert len(np.unique(blocks, axis=0)) == LAYERS * BLOCKS
