@@ -20,7 +20,8 @@ STRIDES = (BLOCK_SIZE * WIDTH, WIDTH, 1)
 AXES = ("block", "slot", "dim")
 OFFSET = 4096
 """Of the first tensor in its allocation: KV tensors seldom begin one."""
-GRANULARITY = 2 << 20
+PIECES = (4 << 20, 2 << 20)
+"""Physical allocations side by side, of two granules and of one."""
 
 held: list[Any] = []
 state: dict[str, Any] = {}
@@ -64,7 +65,7 @@ def on_gpu(kind: str) -> tuple[Geometry, list[int]]:
     stream = cuda.create_stream()
     start = allocate(kind, driver) + OFFSET
     if kind == "cuda_vmm":
-        start += GRANULARITY - LAYER_BYTES - LAYER_BYTES // 2  # the second layer lies across the seam
+        start += PIECES[0] - LAYER_BYTES - LAYER_BYTES // 2  # the second layer lies across the seam
     for layer, values in enumerate(content()):
         (status,) = driver.cuMemcpyHtoD(start + layer * LAYER_BYTES, values.ctypes.data, LAYER_BYTES)
         assert status == 0, status
@@ -88,15 +89,16 @@ def allocate(kind: str, driver: Any) -> int:
     properties.requestedHandleTypes = types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     if kind == "cuda_vmm_unshared":
         properties.requestedHandleTypes = types.CU_MEM_HANDLE_TYPE_NONE
-    address = int(checked(driver.cuMemAddressReserve(2 * GRANULARITY, 0, 0, 0)))
-    for piece in range(2):
-        allocation = checked(driver.cuMemCreate(GRANULARITY, properties, 0))
-        checked(driver.cuMemMap(address + piece * GRANULARITY, GRANULARITY, 0, allocation, 0))
+    at = address = int(checked(driver.cuMemAddressReserve(sum(PIECES), 0, 0, 0)))
+    for nbytes in PIECES:
+        allocation = checked(driver.cuMemCreate(nbytes, properties, 0))
+        checked(driver.cuMemMap(at, nbytes, 0, allocation, 0))
         checked(driver.cuMemRelease(allocation))
+        at += nbytes
     access = driver.CUmemAccessDesc()
     access.location = properties.location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    checked(driver.cuMemSetAccess(address, 2 * GRANULARITY, [access], 1))
+    checked(driver.cuMemSetAccess(address, sum(PIECES), [access], 1))
     return address
 
 

@@ -100,6 +100,14 @@ def calls(entry_point: str) -> int:
     return Control().calls(entry_point)
 
 
+def locked_buffers(name: str) -> int:
+    """How many page-locked buffers are in use once a hundred more were used and forgotten."""
+    for _ in range(100):
+        opened[name].buffer(8192)[:] = 1
+    opened[name].copy_block(0, opened[name].buffer(opened[name].geometry.block_bytes))
+    return Control().count("registrations")
+
+
 def settled(expected: dict[str, int]) -> dict[str, int]:
     """What is held, once it is what is expected, or after some seconds: memory is let go without being
     waited for."""

@@ -105,6 +105,19 @@ class PlainArena:
         self.unlock = unlock
 
 
+def load_behind_a_write(content: bytes) -> bytes:
+    """Load block 0 while the engine's stream still writes zeros to its first layer; what it holds in the
+    end."""
+    from cuda.bindings import driver
+
+    zeros = int(pages_engine.checked(driver.cuMemHostAlloc(LAYER_BYTES, 0)))
+    ctypes.memset(zeros, 0, LAYER_BYTES)
+    pages_engine.checked(driver.cuMemcpyHtoDAsync(state["start"], zeros, LAYER_BYTES, state["stream"]))
+    load(content, [0], [0])
+    state["cuda"].synchronize(state["stream"])
+    return block(0)
+
+
 def load(content: bytes, blocks: list[int], extents: list[int]) -> list[Any]:
     """Load from an arena with this content; [page-locked?, registrations left]."""
     arena: Any = PlainArena(content)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
+from segue_core.geometry import Geometry
 from support.cuda_double import Settings, device_uuid
 from support.cuda_process import CudaProcess
 
@@ -193,3 +195,37 @@ def test_a_replica_is_loaded_into_the_engine_s_own_pages(
     assert daemon.call("copy", "loaded", 4) == replica[BLOCK_BYTES:]
     assert daemon.call("copy", "loaded", 5) == block_of(5)
     let_go(daemon, "loaded")
+
+
+def test_a_load_comes_after_what_the_engine_has_queued(start: Start) -> None:
+    """The kernels of the block's last owner may still run: they must not write over the replica."""
+    engine = start("engine", megabytes_per_s=5)
+    engine.call_for_descriptors("export", "cuda_ipc")
+    replica = np.random.default_rng(2).integers(0, 256, BLOCK_BYTES, dtype=np.uint8).tobytes()
+    assert engine.call("load_behind_a_write", replica) == replica
+
+
+def test_memory_that_nobody_copies_to_any_more_is_unlocked(engine: CudaProcess, daemon: CudaProcess) -> None:
+    """Links come and go while an engine lives; the host's memory is not locked for those that went."""
+    map_as("one", engine, daemon, "cuda_ipc")
+    assert daemon.call("locked_buffers", "one") <= 2, "that for copies elsewhere, and the last one"
+    let_go(daemon, "one")
+
+
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_a_handle_may_begin_inside_its_allocation(
+    engine: CudaProcess, daemon: CudaProcess, kind: str
+) -> None:
+    """What lies in front of the KV cache in the same allocation is not the daemon's affair."""
+    exported, fds = engine.call_for_descriptors("export", kind)
+    whole = msgspec.msgpack.decode(exported, type=Geometry)
+    skipped = whole.regions[0].offset
+    inside = msgspec.structs.replace(
+        whole,
+        handle_bytes=(whole.handle_bytes[0] - skipped,),
+        regions=tuple(msgspec.structs.replace(r, offset=r.offset - skipped) for r in whole.regions),
+        handles=(msgspec.structs.replace(whole.handles[0], offset=skipped),),
+    )
+    daemon.call("open_as", "inside", msgspec.msgpack.encode(inside), descriptors=fds)
+    assert skipped and daemon.call("copy", "inside", 7) == block_of(7)
+    let_go(daemon, "inside")

@@ -38,6 +38,11 @@ HINTS = {
     "CUDA_ERROR_MAP_FAILED": "see docs/gpu.md: what a container must share with the engine's",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "reboot, or reload the NVIDIA kernel modules",
 }
+CALL_HINTS = {
+    "cuIpcOpenMemHandle": "the engine must live, and have another process id than the daemon (docs/gpu.md)",
+    "cuMemImportFromShareableHandle": "engine and daemon must use the same driver and GPU (docs/gpu.md)",
+    "cuMemHostRegister": "the host has no memory left to page-lock, or a limit on it (ulimit -l)",
+}
 RESTART_HINT = "restart segue-daemon: its context on this GPU cannot be used any more"
 STICKY = (
     "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -52,7 +57,7 @@ class CudaError(SegueError):
     """A driver call failed, or cannot be made. `name` is the driver's name for it."""
 
     def __init__(self, call: str, name: str) -> None:
-        hint = RESTART_HINT if name in STICKY else HINTS.get(name, "")
+        hint = RESTART_HINT if name in STICKY else HINTS.get(name) or CALL_HINTS.get(call, "")
         super().__init__(f"{call}: {name}", hint=hint)
         self.call = call
         self.name = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,16 +73,24 @@ def test_a_claim_waits_for_its_step() -> None:
     assert reader.computed == {"s": 4} and not reader.held
 
 
-@pytest.mark.parametrize("end", [{"ended": ("s",)}, {"paused": ("s",)}, {"reset": True}])
+ENDS = {
+    "ended": {"begun": (), "ended": ("s",)},
+    "paused": {"begun": (), "paused": ("s",)},
+    "reset": {"begun": (), "reset": True},
+    "begun again": {},
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_a_claim_on_blocks_that_were_lost_never_counts(end: dict[str, Any]) -> None:
     """What a step computed for an earlier table says nothing about the one that came after it."""
     reader = Reader()
     reader.take(begin(1), 0)
     reader.take(Commit(1, (("s", 4),)), 0)
-    reader.take(begin(2, begun=(), **end), 0)
-    reader.take(begin(3, computed=0), 1)
+    reader.take(begin(2, **end), 0)
+    assert not reader.held
     reader.release(9)
-    assert reader.computed == {"s": 0}
+    assert reader.computed.get("s", 0) == 0
 
 
 def test_what_an_announcement_says_waits_for_the_step_before_it() -> None:
@@ -219,3 +228,12 @@ def bench_fds() -> Iterator[list[int]]:
     yield fds
     for fd in fds:
         os.close(fd)
+
+
+def test_a_gpu_engine_at_a_daemon_without_the_extra_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon runs without cuda-python, and says what is missing once it is needed."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(engine_module.ProtocolError, match=r"segue-ha\[cuda\]"):
+        engine_module.open_pages(GEOMETRY, ())
