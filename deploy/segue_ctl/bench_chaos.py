@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import uvloop
 from segue_core.errors import ConfigError
 from segue_ctl.chaos import real
 from segue_ctl.chaos.figures import Figures, render
-from segue_ctl.chaos.plan import WEIGHTS, Kind
+from segue_ctl.chaos.plan import ROUGH, WEIGHTS
 from segue_ctl.chaos.stage import MODEL, Stage, toy_command
 from segue_ctl.chaos.storm import Storm, toy_asks
 from segue_ctl.model import DEFAULT_MODEL_DIR, is_model
@@ -98,8 +98,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected at least {least}")
     if args.engines > 16:
         raise ConfigError("--engines: expected at most 16")
-    if len(set(args.without)) == len(WEIGHTS):
-        raise ConfigError("--without: no kind of fault is left")
     if args.minutes <= 0 or args.step_ms < 0:
         raise ConfigError("--minutes and --step-ms: expected a time")
     if args.vllm and not is_model(args.model_dir):
@@ -109,7 +107,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _storm(args: argparse.Namespace, program: tuple[str, ...]) -> Figures:
-    weights: Mapping[Kind, int] = real.WEIGHTS if args.vllm else WEIGHTS
+    weather = real.WEATHER if args.vllm else ROUGH
+    weights = {kind: weight for kind, weight in weather.weights.items() if kind not in args.without}
+    if not weights:
+        raise ConfigError("--without: no kind of fault is left")
     stage = _real_stage(args) if args.vllm else _toy_stage(args, program)
     prepared = real.Prepared(stage.cluster)
     storm = Storm(
@@ -117,7 +118,7 @@ async def _storm(args: argparse.Namespace, program: tuple[str, ...]) -> Figures:
         prepared.asks() if args.vllm else toy_asks(args.seed),
         seed=args.seed,
         streams=real.STREAMS if args.vllm else args.streams,
-        weights={kind: weight for kind, weight in weights.items() if kind not in args.without},
+        weather=replace(weather, weights=weights),
         uncounted="engine" if args.vllm else "-",
         say=complain,
         say_fault=(lambda _: None) if args.quiet else complain,
@@ -147,7 +148,9 @@ def _toy_stage(args: argparse.Namespace, program: tuple[str, ...]) -> Stage:
 
 def _real_stage(args: argparse.Namespace) -> Stage:
     cores = [None, None] if count_gpus() else one_core_each(2)
-    specs = [EngineSpec(name, cpus) for name, cpus in zip("ab", cores, strict=True)]
+    specs = [
+        EngineSpec(name, cpus, extra_args=real.ENGINE_ARGS) for name, cpus in zip("ab", cores, strict=True)
+    ]
     return Stage(
         specs, model_dir=args.model_dir, router=real.ROUTER, daemon=real.DAEMON, say=complain, keep=args.keep
     )

@@ -94,16 +94,29 @@ class Fault:
         return f"{kind.partition('_')[0]} {self.target}"
 
 
+@dataclass(frozen=True)
+class Weather:
+    """How often each kind of fault comes, how long it lasts, and the pause between two."""
+
+    weights: Mapping[Kind, int]
+    hold_ms: Mapping[Kind, tuple[int, int]]
+    pause_ms: tuple[int, int]
+
+
+ROUGH = Weather(WEIGHTS, HOLD_MS, PAUSE_MS)
+"""For engines that start in a second."""
+
+
 def proposals(
-    seed: int, engines: Sequence[str], *, wired: Sequence[str], weights: Mapping[Kind, int] = WEIGHTS
+    seed: int, engines: Sequence[str], *, wired: Sequence[str], weather: Weather = ROUGH
 ) -> Iterator[Fault]:
     """Faults for ever. `wired`: engines that the router reaches, and whose daemons it hears, over wires."""
     chance = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    kinds = list(weights)
+    kinds = list(weather.weights)
     while True:
-        kind = chance.choices(kinds, list(weights.values()))[0]
+        kind = chance.choices(kinds, list(weather.weights.values()))[0]
         target, other = chance.sample(list(engines), 2)
-        hold_ms, pause_ms = chance.randint(*HOLD_MS[kind]), chance.randint(*PAUSE_MS)
+        hold_ms, pause_ms = chance.randint(*weather.hold_ms[kind]), chance.randint(*weather.pause_ms)
         if kind.startswith("peer_"):
             target = f"{target}>{other}"
         elif kind in ("engine_cut", "engine_hole", "watch_cut", "watch_hole"):

@@ -14,18 +14,28 @@ from typing import Any
 
 from segue_ctl import article
 from segue_ctl.chaos.crowd import Ask
-from segue_ctl.chaos.plan import Kind
+from segue_ctl.chaos.plan import HOLD_MS, Weather
 from segue_ctl.cluster import Cluster
 from segue_ctl.failure_run import Question, chat_url, uninterrupted
 from segue_ctl.openai_stream import Answer
 
-WEIGHTS: dict[Kind, int] = {
-    "engine_kill": 6,
-    "engine_stop": 2,
-    "peer_cut": 1,
-    "peer_slow": 1,
-    "daemon_stop": 1,
-}
+WEATHER = Weather(
+    {
+        "engine_kill": 6,
+        "engine_stop": 4,
+        "engine_cut": 4,
+        "peer_cut": 1,
+        "peer_slow": 1,
+        "daemon_stop": 1,
+    },
+    {**HOLD_MS, "engine_stop": (1_000, 6_000)},
+    pause_ms=(1_000, 5_000),
+)
+"""An engine that was killed takes half a minute to come back, and faults of engines wait for it: the others
+are rare, or no copy would ever be whole."""
+ENGINE_ARGS = ("--dtype", "float32")
+"""Where no copy is there yet an answer is computed again, and a prompt rounds differently than a decode: in
+bfloat16 that decides tokens."""
 STREAMS = 1
 QUESTIONS = 3
 MAX_TOKENS = 160

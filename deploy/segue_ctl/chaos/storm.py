@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 
@@ -20,7 +20,7 @@ from segue_ctl.chaos.census import Files, grown, held, open_files, total, words
 from segue_ctl.chaos.crowd import Ask, Crowd, lengths
 from segue_ctl.chaos.director import Director, Say
 from segue_ctl.chaos.figures import Figures
-from segue_ctl.chaos.plan import UNTOUCHED_ENGINES, Kind, proposals
+from segue_ctl.chaos.plan import UNTOUCHED_ENGINES, Weather, proposals
 from segue_ctl.chaos.reference import UNSEEDED, VOCABULARY, continuation, text_of
 from segue_ctl.chaos.stage import MODEL, Stage
 from segue_ctl.chaos.tally import Tally, percentile
@@ -67,7 +67,7 @@ def toy_ask(number: int, prompt: list[int], count: int, seed: int | None) -> Ask
 
 
 class Storm:
-    """Over the cluster of `stage`. `asks`: what clients ask; `weights`: how often each kind of fault comes;
+    """Over the cluster of `stage`. `asks`: what clients ask; `weather`: which faults come, and how often;
     `uncounted`: how the names of processes begin whose open files are their own affair; `say_fault`: told of
     each fault."""
 
@@ -78,7 +78,7 @@ class Storm:
         *,
         seed: int,
         streams: int,
-        weights: Mapping[Kind, int],
+        weather: Weather,
         uncounted: str = "-",
         say: Say,
         say_fault: Say,
@@ -91,7 +91,7 @@ class Storm:
         self._say = say
         self._uncounted = uncounted
         self._kinds_uncounted: tuple[str, ...] = ()
-        plan = proposals(seed, stage.engines, wired=stage.wired, weights=weights)
+        plan = proposals(seed, stage.engines, wired=stage.wired, weather=weather)
         untouched = min(UNTOUCHED_ENGINES, len(stage.engines) - 1)
         self._director = Director(stage, plan, untouched=untouched, say=say_fault)
         self._leaked_replicas = 0
