@@ -37,7 +37,8 @@ RETRYABLE_THERE: frozenset[Cause] = frozenset({"stream_eof", "connect"})
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """When, how and how often an engine failed this request in one of its lives."""
+    """When, how and how often an engine failed this request in one of its lives. `transient`: each time the
+    network may have been at fault."""
 
     recoveries: int
     at_ms: float
@@ -89,6 +90,7 @@ class Takeover:
         transient = failure.cause in RETRYABLE_THERE and not failure.refused
         before = self._failed.get(engine.name)
         times = before.times + 1 if before is not None and before.recoveries == health.recoveries else 1
+        transient = transient and (times == 1 or (before is not None and before.transient))
         self._failed[engine.name] = Failed(health.recoveries, now_ms(), transient, times)
         self._last = engine
         self._asked_same = not self._retry_same
@@ -214,9 +216,12 @@ class Takeover:
         if daemon is None:
             return
         wanted = self._names(progress)
+        wait_ms = 0 if self._has_it_itself(engine) else self._context.settings.timeouts.promote_wait_ms
         for _ in range(2):
             try:
-                loadable = await asyncio.gather(*(self._promote(daemon, *each) for each in wanted.items()))
+                loadable = await asyncio.gather(
+                    *(self._promote(daemon, *each, wait_ms) for each in wanted.items())
+                )
             except Superseded:
                 held = await daemon.sequence(next(iter(wanted)), self._context.settings.timeouts.probe_ms)
                 self.epoch = max(self.epoch, held.epoch if held else 0) + 1
@@ -224,9 +229,15 @@ class Takeover:
             self.watermark = min(loadable)
             return
 
-    async def _promote(self, daemon: DaemonClient, seq: str, want: int) -> int:
+    def _has_it_itself(self, engine: Engine) -> bool:
+        """Whether `engine` goes on with what it wrote in the same life: nobody ships that to its daemon."""
+        failed = self._failed.get(engine.name)
+        same_life = failed is not None and failed.recoveries == engine.health.recoveries
+        return engine is self._wrote and same_life
+
+    async def _promote(self, daemon: DaemonClient, seq: str, want: int, wait_ms: int) -> int:
         timeouts = self._context.settings.timeouts
-        request = PromoteRequest(self.epoch, want, timeouts.promote_wait_ms if want else 0)
+        request = PromoteRequest(self.epoch, want, wait_ms if want else 0)
         promoted = await daemon.promote(seq, request, timeouts.probe_ms)
         return min(promoted.watermark, want) if promoted is not None else 0
 
@@ -271,8 +282,9 @@ class Takeover:
         return engine
 
     def _last_resorts(self, *, begun: bool) -> list[Engine]:
-        """For want of any other that is well: engines that failed this request once and have answered a probe
-        since, and, for what has begun, those that are being drained."""
+        """For want of any other that is well: engines that failed this request once, or only by connections
+        that broke (`max_moves` bounds how often), and have answered a probe since; and, for what has begun,
+        those that are being drained."""
         registry = self._context.registry
         engines = registry.having(self._model) if begun else registry.serving(self._model)
         return [
@@ -285,7 +297,8 @@ class Takeover:
 
     def _is_well_again(self, engine: Engine) -> bool:
         failed, health = self._failed[engine.name], engine.health
-        return failed.times == 1 and health.state != "down" and health.probed_ok_ms > failed.at_ms
+        forgivable = failed.times == 1 or failed.transient
+        return forgivable and health.state != "down" and health.probed_ok_ms > failed.at_ms
 
     def _retryable(self) -> Engine | None:
         engine = self._last

@@ -135,13 +135,15 @@ async def test_silence_is_waited_out_while_the_daemon_sees_progress(stage: Stage
 
 async def test_a_bare_reset_is_retried_on_the_same_engine_once(stage: Stage) -> None:
     """Its process is alive, and so is its KV: ask it again, but not twice."""
-    engines, _, client = await three(stage)
+    engines, daemons, client = await three(stage)
     stage.faults.append(Fault("die", 6))
     body = request(COMPLETIONS)
     answer = await client.ask(COMPLETIONS, body)
     assert_uninterrupted(answer, COMPLETIONS, body)
     (move,) = (await client.story(answer.seq)).moves
     assert move.from_engine == move.to
+    ((_, promote),) = (each for daemon in daemons for each in daemon.promoted)
+    assert promote.wait_ms == 0, "nobody ships to a daemon what its own engine has"
     for engine in engines:
         engine.seen.clear()
     stage.faults.extend([Fault("die", 6), Fault("die", 3)])
@@ -149,6 +151,17 @@ async def test_a_bare_reset_is_retried_on_the_same_engine_once(stage: Stage) -> 
     assert_uninterrupted(answer, COMPLETIONS, body)
     moves = (await client.story(answer.seq)).moves
     assert [m.from_engine == m.to for m in moves] == [True, False]
+
+
+async def test_connections_that_break_again_do_not_use_up_the_only_engine(stage: Stage) -> None:
+    """An engine that is well is not left out for what the network did to it: nobody waits beside it."""
+    engine, daemon = await stage.engine(), await stage.daemon()
+    client = await stage.router([engine], [daemon], failover={"max_moves": 5})
+    stage.faults.extend([Fault("die", 6), Fault("die", 3), Fault("die", 2)])
+    body = request(COMPLETIONS)
+    answer = await client.ask(COMPLETIONS, body)
+    assert_uninterrupted(answer, COMPLETIONS, body)
+    assert len((await client.story(answer.seq)).moves) == 3
 
 
 async def test_a_killed_engine_is_not_retried(stage: Stage) -> None:
@@ -220,7 +233,7 @@ async def test_fences_under_way_are_not_lost_when_the_router_stops() -> None:
     arrived = []
 
     async def fence(seconds: float) -> bool:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds)  # a daemon that takes its time
         arrived.append(seconds)
         return True
 

@@ -211,7 +211,7 @@ async def test_several_failures_in_a_row(stage: Stage, path: str) -> None:
 async def test_without_a_standby_the_error_is_honest(stage: Stage, stream: bool) -> None:
     """One in-band error and no `[DONE]`, or a 502."""
     client = await stage.router([await stage.engine()])
-    stage.faults.extend([Fault("die", 5), Fault("die", 2)])
+    stage.faults.extend([Fault("error_event", 5), Fault("error_event", 2)])
     answer = await client.ask(COMPLETIONS, request(COMPLETIONS, stream=stream))
     if stream:
         assert answer.status == 200
@@ -389,7 +389,7 @@ async def test_a_client_that_leaves_while_nobody_can_take_over(stage: Stage) -> 
     """The wait for an engine ends with the client."""
     engine = await stage.engine()
     client = await stage.router([engine], timeouts={"failover_ms": 60_000})
-    stage.faults.extend([Fault("die", 3), Fault("die", 3)])
+    stage.faults.extend([Fault("error_event", 3), Fault("error_event", 3)])
     response = await client.session.post(client.url + COMPLETIONS, json=request(COMPLETIONS))
     await response.content.readany()
     await eventually(lambda: len(engine.seen) == 2 and not engine.faults, "both attempts failed")

@@ -73,7 +73,9 @@ async def test_a_rank_promoted_by_another_router_costs_a_higher_epoch(stage: Sta
         for daemon in group:
             daemon.watermark = 20
     asking, first = await begin(client, engines, body)
-    (seq,) = (attempt for e in client.context.registry.engines for a in e.attempts for attempt in a.delivered)
+    attempts = client.context.registry.engines[first].attempts
+    await eventually(lambda: any(attempt.delivered for attempt in attempts), "the answer has begun")
+    (seq,) = (name for attempt in attempts for name in attempt.delivered)
     daemons[1 - first][1].epochs[seq] = 7
     daemons[first][0].say(state="dead")
     answer = await asking
