@@ -7,6 +7,7 @@ as its socket would give them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import zmq.asyncio
 from fuzz.daemon_world import DaemonWorld
 from fuzz.on_journal import MAX_SEQUENCES, SEQS, SIZE, JournalTarget
 from fuzz.target import Target, demand
+from segue_core.content_key import TOKEN_BYTES
 from segue_core.errors import SegueError
 from segue_core.framing import encode_frame
 from segue_core.messages import PROTOCOL_VERSION
@@ -106,10 +108,10 @@ class Script:
     def __init__(self, frames: list[bytes]) -> None:
         self._frames = frames
 
-    async def recv(self) -> bytes:
+    async def recv_multipart(self) -> list[bytes]:
         if not self._frames:
             raise EOFError
-        return self._frames.pop(0)
+        return [self._frames.pop(0) for _ in range(min(2, len(self._frames)))]
 
 
 class LinkTarget(Target):
@@ -124,7 +126,7 @@ class LinkTarget(Target):
         tree = {"name": "a", "socket": "/none", "peers": [{"name": "b", "control": "127.0.0.1:1"}]}
         settings = msgspec.convert(tree, DaemonSettings)
         self.told: list[bytes] = []
-        self.acked = 0
+        self.acked = self.repaired = 0
         self.context: zmq.asyncio.Context = zmq.asyncio.Context()
         placement = Placement(["b"], host="h", zone="", replicas=1, grace_ns=1)
         peer = PeerSettings("b", "127.0.0.1:1")
@@ -172,37 +174,69 @@ class LinkTarget(Target):
                 self.acked += progress.acked
                 demand(0 <= progress.acked <= progress.sent, f"{seq}: more acked than was sent")
         msgspec.json.encode(self.link.status())
+        if self.mutate.chance(0.02):
+            await self._mend()
         return frames
+
+    async def _mend(self) -> None:
+        """The peer is well again, in this life or the next: what goes to it is acked, whatever was before."""
+        self.repaired += 1
+        life = self.rng.choice((self.link._peer_incarnation, 1000 + self.repaired))
+        self.link._start_link(Welcome(PROTOCOL_VERSION, "b", life, 1, 1 << 12, 1, "g", "z"))
+        consumed = 0
+        self._write(("good", SIZE))
+        for _ in range(30):
+            self.engine.clock.advance_ms(100)
+            self._place()
+            ready = self.link._outbox.next_deltas(self.drain, self.engine.clock.now_ns())
+            for each in [] if isinstance(ready, int) else ready:
+                delta, sent = each.delta, len(each.payload) + 50
+                self.link._outbox.sent(sent)
+                consumed += sent
+                upto = delta.base + len(delta.token_ids) // TOKEN_BYTES
+                ack = Ack(delta.number, delta.seq, delta.epoch, upto, consumed)
+                with contextlib.suppress(EOFError):
+                    await self.link._listen(Script([msgspec.msgpack.encode(ack)]))  # type: ignore[arg-type]
+        acked = self.link.watermark(self.engine.session, "good")
+        demand(acked == SIZE, f"a peer that is well again acked {acked} tokens of {SIZE}")
+        self._write(ended=("good",))
 
     def _work(self) -> None:
         """The engine goes on and the link ships."""
         for _ in range(3):
             self._grow()
         self.engine.clock.advance_ms(self.rng.choice((0, 1, 700)))
+        self._place()
+        for _ in range(6):
+            ready = self.link._outbox.next_deltas(self.drain, self.engine.clock.now_ns())
+            if isinstance(ready, int):
+                break
+            self.link._outbox.sent(sum(len(each.payload) + 50 for each in ready))
+
+    def _place(self) -> None:
+        """What the engine wrote is heard, and its sequences are placed."""
         self.drain()
         now_ns = self.engine.clock.now_ns()
         self.placement.room("b", 1 << 20, budget_bytes=1 << 21, running=1, serving=True, link_ms=1.0)
         if self.placement.due(now_ns):
             moves = self.placement.review(list(self.engine.session.ledger.sequences), now_ns)
             self.link.moved(self.engine.session, moves)
-        for _ in range(6):
-            ready = self.link._outbox.next(self.drain, self.engine.clock.now_ns())
-            if isinstance(ready, int):
-                break
-            self.link._outbox.sent(len(ready.payload) + 50)
 
     def _grow(self) -> None:
         """A sequence begins anew and is computed; another one may end."""
+        seq, other = self.rng.sample(SEQS[: MAX_SEQUENCES - 1], 2)
+        ended = (other,) if self.mutate.chance(0.1) else ()
+        self._write((seq, SIZE * self.rng.randrange(1, 5)), ended=ended)
+
+    def _write(self, *begun: tuple[str, int], ended: tuple[str, ...] = ()) -> None:
+        """The engine begins sequences of so many tokens, computes them, and ends others."""
         engine, step = self.engine, self.engine.step + 1
         engine.step = step
-        seq, other = self.rng.sample(SEQS[: MAX_SEQUENCES - 1], 2)
-        count = self.rng.randrange(1, 5)
-        begun = SequenceBegin(seq, 1, b"", engine._ids(SIZE * count), engine._blocks(count), 0)
-        ended = (other,) if self.mutate.chance(0.1) else ()
-        for record in (
-            Begin(step, False, b"", (begun,), (), (), ended),
-            Commit(step, ((seq, SIZE * count),)),
-        ):
+        begins = tuple(
+            SequenceBegin(seq, 1, b"", engine._ids(tokens), engine._blocks(tokens // SIZE), 0)
+            for seq, tokens in begun
+        )
+        for record in (Begin(step, False, b"", begins, (), (), ended), Commit(step, begun)):
             engine.writer.append(msgspec.msgpack.encode(record))
 
     def _frame(self) -> bytes:
@@ -220,7 +254,7 @@ class LinkTarget(Target):
         choices: tuple[msgspec.Struct, ...] = (
             Ack(*about, consumed),
             Nack(*about, rng.choice(list(NackReason)), consumed),
-            Nack(number, seq, rng.choice((epoch, (1 << 64) - 1)), 0, NackReason.FENCED, consumed),
+            Nack(number, seq, rng.choice((epoch, (1 << 63) - 1)), 0, NackReason.FENCED, consumed),
             Pong(rng.randrange(5), self.mutate.integer() % (1 << 62), 1 << 20, 3, True),
             self._welcome(),
         )
@@ -234,7 +268,12 @@ class LinkTarget(Target):
         }
 
     def effects(self) -> dict[str, int]:
-        return {"deltas": self.link._outbox.number, "acked": self.acked, "fenced": len(self.told)}
+        return {
+            "deltas": self.link._outbox.number,
+            "acked": self.acked,
+            "fenced": len(self.told),
+            "well again": self.repaired,
+        }
 
     async def stop(self) -> None:
         self.link.drop_engine(self.engine.session)

@@ -20,6 +20,7 @@ from fuzz.target import Target, demand
 from segue_router.app import running_router
 from segue_router.request import parse_request
 from segue_router.settings import RouterSettings
+from support.waiting import eventually
 
 TOGETHER = 12
 ENGINES = 2
@@ -90,9 +91,7 @@ class RouterTarget(Target):
             demand(OWN_FAILURE not in answer, f"the router failed: {answer[:300]!r}")
             status = status_of(answer)
             self.answers[status] = self.answers.get(status, 0) + 1
-        async with asyncio.timeout(IDLE_S):
-            while self.context.running:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await eventually(lambda: not self.context.running, "all is answered", timeout_s=IDLE_S)
         for engine in self.context.registry.engines:
             demand(not engine.attempts, "an attempt without a request")
         return TOGETHER

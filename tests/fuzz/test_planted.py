@@ -13,6 +13,7 @@ import segue_daemon.store
 import segue_router.transcript
 from fuzz.run import run_target
 from fuzz.targets import TARGETS
+from segue_daemon.outbox import Outbox
 from segue_daemon.store import ReplicaStore
 
 
@@ -30,6 +31,11 @@ PLANTED: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None]]] = {
         "bulk",
         2_000,
         lambda patch: without(patch, ReplicaStore, "cancel", lambda *_: None),
+    ),
+    "a new link begins with what the last one owed": (
+        "link",
+        10_000,
+        lambda patch: without(patch, Outbox, "opened", lambda box, nbytes: setattr(box, "window", nbytes)),
     ),
     "descriptors that nobody wants are kept": (
         "local",

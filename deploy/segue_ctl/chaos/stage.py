@@ -36,7 +36,8 @@ ROUTER: Mapping[str, Any] = {
     "limits": {"max_stories": 4_096},
 }
 DAEMON: Mapping[str, Any] = {
-    "store": {"budget_bytes": 16 << 20},
+    # A toy engine is back within seconds, and the calm at the end waits for what nobody came back for.
+    "store": {"budget_bytes": 16 << 20, "keep_own_ms": 15_000},
     "replication": {"replace_after_ms": 800},
     "timeouts": {"stall_ms": 300, "peer_ms": 800},
 }

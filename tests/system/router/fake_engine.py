@@ -9,7 +9,6 @@ character, and an empty chunk, an error event and `[DONE]` when it fails. Failur
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -18,76 +17,16 @@ from typing import Any
 
 from aiohttp import web
 
+from system.router.fake_tokens import (
+    EMOJI,
+    MODEL,
+    MODEL_LEN,
+    encode,
+    generate,
+    piece,
+    text_of,
+)
 from system.router.foreign_events import FOREIGN
-
-EOS = 2
-EMOJI = {300: "😀".encode(), 400: "好".encode()}
-CHAR = 1000
-"""Prompt text is one token a character, CHAR + its code point."""
-
-
-def piece(token: int) -> bytes:
-    """The bytes of one token."""
-    if token == EOS:
-        return b""
-    if token >= CHAR:
-        return chr(token - CHAR).encode()
-    for start, encoded in EMOJI.items():
-        if start <= token < start + len(encoded):
-            return encoded[token - start : token - start + 1]
-    return f" w{token}".encode()
-
-
-def next_token(ids: list[int]) -> int:
-    """Deterministic: inside a character its next byte, else by the hash of everything before."""
-    last = ids[-1]
-    for start, encoded in EMOJI.items():
-        if start <= last < start + len(encoded) - 1:
-            return last + 1
-    number = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=4).digest(), "big")
-    kind = number % 100
-    if kind < 30:
-        return 300 if kind < 15 else 400
-    return 10 + number % 180
-
-
-def encode(text: str) -> list[int]:
-    return [CHAR + ord(c) for c in text]
-
-
-def prompt_ids(path: str, body: dict[str, Any]) -> list[int]:
-    """The prompt as ids: given, or the text, or the templated messages."""
-    if path == "/v1/chat/completions":
-        return encode("".join(f"<{m['role']}>{m['content']}" for m in body["messages"]) + "<assistant>")
-    prompt = body["prompt"]
-    return list(prompt) if isinstance(prompt, list) else encode(prompt)
-
-
-def generate(path: str, body: dict[str, Any]) -> tuple[list[int], list[int], str]:
-    """(prompt ids, output ids, finish_reason) of an uninterrupted answer."""
-    prompt = prompt_ids(path, body)
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is None:
-        limit = 16 if path == "/v1/completions" else MODEL_LEN - len(prompt)
-    limit = min(limit, MODEL_LEN - len(prompt))
-    ids = list(prompt)
-    while len(ids) - len(prompt) < limit:
-        token = next_token(ids)
-        if body.get("eos_at") == len(ids) - body.get("eos_base", len(prompt)):
-            token = EOS
-        ids.append(token)
-        if token == EOS:
-            return prompt, ids[len(prompt) :], "stop"
-    return prompt, ids[len(prompt) :], "length"
-
-
-def text_of(ids: list[int]) -> str:
-    """What a client sees of whole characters."""
-    return b"".join(map(piece, ids)).decode("utf-8", errors="ignore")
-
-
-MODEL_LEN = 512
-MODEL = "fake"
 
 
 @dataclass
@@ -192,10 +131,15 @@ class FakeEngine:
             transport.abort()
         await self.stop()
 
+    async def _pause(self, seconds: float) -> None:
+        """An engine that takes its time is what is under test."""
+        if seconds:
+            await asyncio.sleep(seconds)
+
     async def _health(self, http: web.Request) -> web.Response:
-        await asyncio.sleep(self.probe_s)
+        await self._pause(self.probe_s)
         if self.probes_hang:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -268,7 +212,7 @@ class FakeEngine:
             http.transport.abort()
             return web.Response()
         if fault.kind == "slow_first":
-            await asyncio.sleep(fault.delay_s)
+            await self._pause(fault.delay_s)
         if http.path in FOREIGN:
             return await self._foreign(http, fault, seen)
         if not body.get("stream") and not self.always_streams:
@@ -286,9 +230,9 @@ class FakeEngine:
                 await self._fail(http, response, fault, event)
                 return response
             if fault.kind == "pause" and sent_tokens == fault.after and tokens:
-                await asyncio.sleep(fault.delay_s)
-            if self.token_s and tokens:
-                await asyncio.sleep(self.token_s)
+                await self._pause(fault.delay_s)
+            if tokens:
+                await self._pause(self.token_s)
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             seen.sent_tokens = sent_tokens = sent_tokens + tokens
         if not harmless:
@@ -308,8 +252,7 @@ class FakeEngine:
                 await self._fail(http, response, fault, event)
                 return response
             if event:
-                if self.token_s:
-                    await asyncio.sleep(self.token_s)
+                await self._pause(self.token_s)
                 name, data = event["type"], json.dumps(event)
                 await response.write(f"event: {name}\ndata: {data}\n\n".encode())
                 seen.sent_tokens += 1
@@ -343,7 +286,7 @@ class FakeEngine:
         elif kind == "half_chunk":
             data = b"data: " + json.dumps(event or {"choices": []}).encode()
             await response.write(data[: len(data) // 2])
-            await asyncio.sleep(0.005)
+            await self._pause(0.005)  # for the half to arrive
             http.transport.abort()
         elif kind == "half_eof":
             data = b"data: " + json.dumps(event or {"choices": []}).encode()
@@ -355,11 +298,11 @@ class FakeEngine:
         elif kind == "not_object":
             await response.write(b"data: [1]\n\n")
         elif kind == "silent":
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         elif kind == "comments":
             while True:
                 await response.write(b": still here\n\n")
-                await asyncio.sleep(0.02)
+                await self._pause(0.02)
         elif kind == "eof":
             pass
         elif kind == "done_without_finish":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,13 +12,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 
 from segue_core.messages.status import RequestStory, RouterStatus
 from segue_router.app import running_router
 from segue_router.choose import Candidate, rank_new
 from segue_router.context import Context
 from segue_router.settings import RouterSettings
+from support.waiting import eventually
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 
@@ -42,16 +41,6 @@ def session_of(name: str, names: str = "ab", number: int = 0) -> str:
     engines = [Candidate(each) for each in names]
     homes = (key for key in map(str, range(100)) if rank_new(engines, f"session:{key}")[0] == name)
     return next(islice(homes, number, None))
-
-
-async def eventually(condition: Callable[[], Any], what: str) -> None:
-    """Wait until `condition()` holds; fails after the deadline."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():  # noqa: ASYNC110  # conditions of any kind
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        pytest.fail(f"not in {DEADLINE_S} s: {what}")
 
 
 @dataclass

@@ -11,7 +11,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from system.router.fake_engine import FakeEngine, Fault, generate, prompt_ids, text_of
+from system.router.fake_engine import FakeEngine, Fault
+from system.router.fake_tokens import generate, prompt_ids, text_of
 from system.router.harness import DEADLINE_S, Client, Stage, eventually, session_of
 
 CHAT = "/v1/chat/completions"

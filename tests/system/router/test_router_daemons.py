@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from segue_router.daemons import settle
+from system.router.asked import COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import Client, Stage, eventually
-from system.router.test_router_failover import COMPLETIONS, assert_uninterrupted, request
 
 
 async def three(stage: Stage, **settings: Any) -> tuple[list[FakeEngine], list[FakeDaemon], Client]:

@@ -10,9 +10,9 @@ import pytest
 
 from segue_core.messages.status import DrainProgress
 from segue_ctl.cli import main
+from system.router.asked import CHAT, COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import DEADLINE_S, Answer, Client, Stage, eventually, session_of
-from system.router.test_router_failover import CHAT, COMPLETIONS, assert_uninterrupted, request
 
 LONG = 150
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from system.router.asked import COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import Client, Stage, eventually
 from system.router.test_router_daemons import begin
-from system.router.test_router_failover import COMPLETIONS, assert_uninterrupted, request
 
 
 async def groups(

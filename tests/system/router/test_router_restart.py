@@ -8,8 +8,8 @@ import json
 import pytest
 
 from segue_router import client as client_side
+from system.router.asked import COMPLETIONS, request
 from system.router.harness import Stage, eventually
-from system.router.test_router_failover import COMPLETIONS, request
 
 
 async def test_a_restarted_engine_goes_on_with_what_its_daemon_kept(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from system.router.fake_engine import FakeEngine, Fault, generate, text_of
+from system.router.asked import CHAT, COMPLETIONS, LENGTH, assert_uninterrupted, request
+from system.router.fake_engine import FakeEngine, Fault
+from system.router.fake_tokens import generate, text_of
 from system.router.harness import Client, Stage, eventually
-from system.router.test_router_failover import CHAT, COMPLETIONS, LENGTH, assert_uninterrupted, request
 
 
 async def two(stage: Stage, **attributes: object) -> tuple[list[FakeEngine], Client]:

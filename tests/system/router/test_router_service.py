@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 import yaml
 
+from system.router.asked import CHAT, COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_engine import Fault
 from system.router.harness import DEADLINE_S, FAST, Client, Stage, eventually, session_of
-from system.router.test_router_failover import CHAT, COMPLETIONS, assert_uninterrupted, request
+from system.router.router_process import run_process, start_process, until_ready
 
 
 async def test_mistakes_are_explained_in_the_form_clients_know(stage: Stage) -> None:
@@ -244,7 +243,7 @@ async def test_a_slow_client_is_waited_for(stage: Stage) -> None:
     client = await stage.router(engines, timeouts={"stall_ms": 50})
     body = request(COMPLETIONS, max_tokens=200)
     async with client.session.post(client.url + COMPLETIONS, json=body) as response:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the slow client
         raw = await response.read()
     assert raw.endswith(b"data: [DONE]\n\n")
     assert (await client.story(response.headers["x-segue-seq"])).moves == ()
@@ -279,36 +278,6 @@ async def test_shutdown_lets_answers_finish_or_says_so(stage: Stage, streaming: 
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
-    """Ask until the router is ready; the caller sets the deadline."""
-    while (await session.get(url + "/readyz")).status != 200:  # noqa: ASYNC110  # another process
-        await asyncio.sleep(0.02)
-
-
-async def start_process(config: Path) -> tuple[asyncio.subprocess.Process, str]:
-    """`segue-router` as a process; returns it and its URL once it listens."""
-    process = await run_process(config)
-    assert process.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        line = (await process.stdout.readline()).decode()
-    assert "listening on http://" in line
-    return process, line.split()[-1]
-
-
-async def run_process(config: Path, *more: str, **environment: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "segue_router.cli",
-        "--config",
-        str(config),
-        *more,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | environment,
-    )
 
 
 @pytest.mark.parametrize(

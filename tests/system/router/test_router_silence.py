@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from segue_core.messages.status import RouterStatus, SequenceStatus
+from system.router.asked import CHAT, COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_daemon import FakeDaemon
-from system.router.fake_engine import FakeEngine, Fault, generate
+from system.router.fake_engine import FakeEngine, Fault
+from system.router.fake_tokens import generate
 from system.router.harness import DEADLINE_S, FAST, Answer, Client, Stage, eventually, read_answer, session_of
-from system.router.test_router_failover import CHAT, COMPLETIONS, assert_uninterrupted, request
-from system.router.test_router_service import start_process, until_ready
+from system.router.router_process import start_process, until_ready
 
 LONG = 140
 SILENT_AFTER = 7

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from system.router.fake_engine import FakeEngine, Fault, generate
+from system.router.asked import CHAT, COMPLETIONS, assert_uninterrupted, request
+from system.router.fake_engine import FakeEngine, Fault
+from system.router.fake_tokens import generate
 from system.router.harness import Client, Stage, eventually, session_of
-from system.router.test_router_failover import CHAT, COMPLETIONS, assert_uninterrupted, request
 
 
 def card(model: str = "fake", **more: Any) -> dict[str, Any]:

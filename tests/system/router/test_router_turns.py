@@ -12,10 +12,10 @@ import pytest
 from segue_core.messages.status import SequenceStatus
 from segue_router.choose import Candidate, rank_new
 from segue_router.upstream import now_ms
+from system.router.asked import CHAT, COMPLETIONS, assert_uninterrupted, request
 from system.router.fake_daemon import FakeDaemon
 from system.router.fake_engine import FakeEngine, Fault
 from system.router.harness import Answer, Client, Stage, eventually, session_of
-from system.router.test_router_failover import CHAT, COMPLETIONS, assert_uninterrupted, request
 
 ENGINES = [Candidate(name) for name in "abc"]
 TEXTS = (f"how tall is light {number}?" for number in count())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,7 @@ from segue_router.metrics import Metrics
 from segue_router.settings import RouterSettings
 from segue_router.stories import Stories
 from segue_router.upstream import Attempt
+from support.waiting import eventually
 
 DEADLINE_S = 5.0
 
@@ -80,12 +81,6 @@ async def drains(context: Context) -> AsyncIterator[Drains]:
     await drains.close()
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  # conditions of any kind
-            await asyncio.sleep(0.002)
-
-
 async def watched(drains: Drains, engine: Engine, wait_ms: float = 4_000) -> list[DrainProgress]:
     async with asyncio.timeout(DEADLINE_S):
         return [progress async for progress in drains.drain(engine).follow(wait_ms)]
@@ -142,7 +137,7 @@ async def test_what_cannot_move_is_waited_for(context: Context, drains: Drains) 
     """It stays where it is until it ends by itself; one that breaks while it is asked counts as staying."""
     (stays,), (broken,) = some(context, 1, False), some(context, 1, RuntimeError("a defect"))
     watching = asyncio.create_task(watched(drains, context.registry["a"]))
-    await until(lambda: stays.asked >= 2 and broken.asked >= 2)
+    await eventually(lambda: stays.asked >= 2 and broken.asked >= 2, "both were asked again")
     assert drains.drain(context.registry["a"]).progress.staying == 2
     stays.end()
     broken.end()
@@ -155,7 +150,7 @@ async def test_a_move_that_hangs_is_given_up_and_tried_again(context: Context, d
     (slow,) = some(context, 1)
     slow.gate.clear()
     watching = asyncio.create_task(watched(drains, context.registry["a"]))
-    await until(lambda: drains.drain(context.registry["a"]).progress.staying == 1)
+    await eventually(lambda: drains.drain(context.registry["a"]).progress.staying == 1, "one stays")
     slow.gate.set()
     assert (await watching)[-1].moved == 1
     assert slow.asked >= 2
@@ -169,7 +164,7 @@ async def test_a_deadline_says_what_is_left_and_ends_only_the_watching(
     last = (await watched(drains, context.registry["a"], wait_ms=1))[-1]
     assert (last.active, last.done) == (1, False)
     assert "not empty within" in last.detail
-    await until(lambda: not context.running)
+    await eventually(lambda: not context.running, "nothing runs")
     assert stays.asked == 3
     assert drains.drain(context.registry["a"]).progress.moved == 1
 
@@ -179,7 +174,7 @@ async def test_a_watcher_that_leaves_changes_nothing(context: Context, drains: D
     (slow,) = some(context, 1)
     slow.gate.clear()
     watching = asyncio.create_task(watched(drains, context.registry["a"]))
-    await until(lambda: slow.asked)
+    await eventually(lambda: slow.asked, "it was asked")
     watching.cancel()
     await asyncio.wait([watching])
     assert context.registry["a"].draining
@@ -191,7 +186,7 @@ async def test_a_router_that_stops_keeps_no_watcher(context: Context, drains: Dr
     """Its shutdown does not wait for an engine to be empty."""
     some(context, 1, False)
     watching = asyncio.create_task(watched(drains, context.registry["a"]))
-    await until(lambda: drains.drain(context.registry["a"]).progress.staying)
+    await eventually(lambda: drains.drain(context.registry["a"]).progress.staying, "one stays")
     context.stopping = True
     last = (await watching)[-1]
     assert (last.done, last.detail) == (False, "the router is shutting down")
@@ -201,7 +196,7 @@ async def test_who_comes_late_is_moved_too(context: Context, drains: Drains) -> 
     """A request that was on its way there when the drain began."""
     await watched(drains, context.registry["a"])
     (late,) = some(context, 1)
-    await until(lambda: not context.running)
+    await eventually(lambda: not context.running, "nothing runs")
     assert late.asked == 1
 
 
@@ -211,7 +206,7 @@ async def test_undrain_lets_it_serve_again_and_tells_watchers(context: Context, 
     (stays,) = some(context, 1, False)
     watching = asyncio.create_task(watched(drains, engine))
     waiting = asyncio.create_task(context.registry.wait_for_change(DEADLINE_S))
-    await until(lambda: stays.asked)
+    await eventually(lambda: stays.asked, "it was asked")
     await drains.undrain(engine)
     last = (await watching)[-1]
     assert (last.done, last.detail) == (False, "it was undrained")
