@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    parser.add_argument("--json", action="store_true", help="with --check: print all settings as JSON")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--version", action="version", version=f"segue-daemon {__version__}")
     arguments = parser.parse_args(argv)
@@ -53,10 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.log_level:
             settings = msgspec.structs.replace(settings, log_level=arguments.log_level)
         configure_logging(settings.log_level, settings.log_format)
+        if arguments.check and arguments.json:
+            print(msgspec.json.encode(settings).decode(), flush=True)  # noqa: T201
         protection = load_protection(settings)
     except ConfigError as error:
         print(f"segue-daemon: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    if arguments.check and arguments.json:
+        return 0
     if arguments.check:
         print(f"ok: daemon {settings.name}, {len(settings.peers)} peers")  # noqa: T201
         return 0

@@ -10,16 +10,17 @@ import sys
 
 from segue_core import __version__
 from segue_core.errors import ConfigError, SegueError
-from segue_ctl import bench, check_config, demo, drain, keygen, status
+from segue_ctl import bench, check_config, demo, doctor, drain, keygen, status
 from segue_ctl.output import FAILED, USAGE, complain
 
-_VERBS = (status, drain, check_config, keygen, demo, bench)
+_VERBS = (status, doctor, drain, check_config, keygen, demo, bench)
 _INTERRUPTED = 130
 
 _EPILOG = """\
 examples:
   seguectl status                          the router on this host, its engines and daemons
   seguectl status http://host:7101 --json  one daemon, for a program
+  seguectl doctor --config daemon.yaml     this machine, its GPUs, and what that daemon needs
   seguectl drain a                         empty engine a before it is stopped
   seguectl check-config /etc/segue/*.yaml  before a restart
   seguectl keygen --out keys gpu0 gpu1     keys for daemons on several hosts

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML file (see below)")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    parser.add_argument("--json", action="store_true", help="with --check: print all settings as JSON")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="overrides the file"
     )
@@ -52,10 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = load_settings(arguments.config, RouterSettings, prefix=ENVIRONMENT_PREFIX)
+        if arguments.check and arguments.json:
+            print(msgspec.json.encode(settings).decode(), flush=True)  # noqa: T201
         access = load_access(settings)
     except ConfigError as error:
         print(f"segue-router: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    if arguments.check and arguments.json:
+        return 0
     if arguments.check:
         print(f"segue-router: {arguments.config} is valid")  # noqa: T201
         return 0

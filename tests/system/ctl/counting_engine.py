@@ -42,7 +42,7 @@ async def _answer(request: web.Request) -> web.StreamResponse:
         await send([role], prompt_token_ids=prompt)
     count = body["max_tokens"]
     for number in range(count):
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(STEP_S)  # a step of the engine
         token = len(prompt) + number
         choice: dict[str, Any] = {"index": 0, "token_ids": [token]}
         choice["finish_reason"] = "length" if number == count - 1 else None

@@ -9,10 +9,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from segue_ctl.commands import console_script
+from support.waiting import wait_for
 
 DEADLINE_S = 60.0
 TINY = ("--streams", "3", "--tokens", "6", "--rate", "2000", "--rounds", "2")
@@ -56,10 +56,7 @@ def test_interrupted_it_ends_what_it_started() -> None:
         bench.communicate()
     assert bench.returncode == 130
     assert not out
-    deadline = time.monotonic() + DEADLINE_S
-    while left := [pid for pid in started if alive(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(alive, started)), f"{started} have ended", timeout_s=DEADLINE_S)
 
 
 def children(pid: int) -> list[int]:

@@ -90,7 +90,7 @@ async def test_an_engine_that_never_gets_ready_is_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(cluster_module, "ENGINE_START_S", 1.0)
 
     def mute_engine(spec: EngineSpec, place: EnginePlace, model_dir: Path) -> Command:
-        return Command((sys.executable, "-c", "import time; time.sleep(600)"), {})
+        return Command((sys.executable, "-c", "import signal; signal.pause()"), {})
 
     with pytest.raises(ClusterError, match=r"engine [ab] serves m: not within 1 s: .* does not answer"):
         async with _cluster(engine_command=mute_engine):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,21 +19,19 @@ from segue_ctl.process_groups import members
 from segue_ctl.vllm_server import EnginePlace, EngineSpec, vllm_command
 from segue_ctl.waiting import ClusterError, wait_for
 from segue_ctl.warden import Warden
+from support.waiting import wait_for as await_it
 
 # A process with a child in the same group, as engines have; both ignore SIGTERM.
 STUBBORN = (
-    "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
-    "p = subprocess.Popen([sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); "
-    "print(1, flush=True); time.sleep(600)'], stdout=subprocess.PIPE); p.stdout.readline(); "
-    "print('up', flush=True); time.sleep(600)"
+    "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); "
+    "p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.signal(15, signal.SIG_IGN); "
+    "print(1, flush=True); signal.pause()'], stdout=subprocess.PIPE); p.stdout.readline(); "
+    "print('up', flush=True); signal.pause()"
 )
 
 
-def _until(condition: object, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
+async def said(words: str) -> str:
+    return words
 
 
 def test_a_held_port_is_not_handed_out_twice_but_its_server_can_listen() -> None:
@@ -70,7 +66,7 @@ def test_a_child_ends_with_all_of_its_group_and_can_start_again(tmp_path: Path) 
     child = Child("c", [sys.executable, "-c", STUBBORN], log_file=tmp_path / "log", warden=warden)
     for _life in range(2):
         child.start()
-        _until(lambda: child.log_tail().endswith("up"))
+        await_it(lambda: child.log_tail().endswith("up"), "it is up")
         group = child.pid
         assert len(members(group)) == 2
         child.finish(grace_s=0.1)
@@ -84,33 +80,34 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     launcher = (
-        "import pathlib, sys, time; from segue_ctl.child import Child; from segue_ctl.warden import Warden\n"
+        "import pathlib, signal, sys, time\n"
+        "from segue_ctl.child import Child; from segue_ctl.warden import Warden\n"
         f"folder = pathlib.Path({str(run_folder)!r}); warden = Warden(); warden.remove_folder(folder)\n"
         f"child = Child('c', [sys.executable, '-c', {STUBBORN!r}], log_file=folder / 'log', warden=warden)\n"
         "child.start()\n"
         "while not child.log_tail().endswith('up'): time.sleep(0.02)\n"
-        "print(child.pid, flush=True); time.sleep(600)"
+        "print(child.pid, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         group = int(process.stdout.readline())
         assert len(members(group)) == 2
         process.send_signal(signal.SIGKILL)
-    _until(lambda: not members(group) and not run_folder.exists(), 20)
+    await_it(lambda: not members(group) and not run_folder.exists(), "nothing is left", timeout_s=20)
 
 
 def test_shared_memory_and_semaphores_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     """After SIGKILL nobody else would: a few restarts of an engine must not fill /dev/shm."""
     code = (
-        "import multiprocessing, time; from multiprocessing.shared_memory import SharedMemory\n"
+        "import multiprocessing, signal; from multiprocessing.shared_memory import SharedMemory\n"
         "memory = SharedMemory(create=True, size=4096)\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
-        "print(memory.name.strip('/'), 'sem.' + lock._semlock.name.strip('/'), flush=True); time.sleep(600)"
+        "print(memory.name.strip('/'), 'sem.' + lock._semlock.name.strip('/'), flush=True); signal.pause()"
     )
     warden = Warden()
     child = Child("c", [sys.executable, "-c", code], log_file=tmp_path / "log", warden=warden)
     child.start()
-    _until(lambda: "sem.mp-" in child.log_tail())
+    await_it(lambda: "sem.mp-" in child.log_tail(), "it has both")
     files = [Path("/dev/shm") / name for name in child.log_tail().split()]
     assert all(file.exists() for file in files)
     child.kill()
@@ -126,7 +123,7 @@ def test_a_child_runs_on_the_cores_it_was_given(tmp_path: Path) -> None:
     cpus = frozenset({min(before)})
     child = Child("c", [sys.executable, "-c", code], log_file=tmp_path / "log", warden=warden, cpus=cpus)
     child.start()
-    _until(lambda: not child.alive)
+    await_it(lambda: not child.alive, "it has ended")
     child.finish()
     warden.close()
     assert child.log_tail() == str(sorted(cpus)) and os.sched_getaffinity(0) == before
@@ -141,7 +138,7 @@ async def test_a_child_that_fails_shows_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(
         ClusterError, match=r"(?s)engine-a ended with status 1 before it serves.*no such model"
     ):
-        await wait_for("it serves", lambda: asyncio.sleep(0, "nothing yet"), timeout_s=30, children=(child,))
+        await wait_for("it serves", lambda: said("nothing yet"), timeout_s=30, children=(child,))
     child.finish()
     warden.close()
 
@@ -149,7 +146,7 @@ async def test_a_child_that_fails_shows_its_last_words(tmp_path: Path) -> None:
 async def test_waiting_ends_at_its_deadline_with_what_is_missing() -> None:
     """Nothing waits for ever."""
     with pytest.raises(ClusterError, match=r"all up: not within 0 s: b is down"):
-        await wait_for("all up", lambda: asyncio.sleep(0, "b is down"), timeout_s=0)
+        await wait_for("all up", lambda: said("b is down"), timeout_s=0)
 
 
 def test_every_daemon_has_all_others_as_peers() -> None:
