@@ -39,6 +39,14 @@ class Fragment(NamedTuple):
     block_stride: int
     nbytes: int
 
+    def followed_by(self, other: Fragment) -> bool:
+        """Whether `other` begins where this ends, in every block."""
+        return (other.handle, other.block_stride, other.offset) == (
+            self.handle,
+            self.block_stride,
+            self.offset + self.nbytes,
+        )
+
 
 class SlotRun(NamedTuple):
     """A piece of some slots: where it is in memory, and its offset in the packed block."""
@@ -66,10 +74,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.axes.index(name) if name in self.axes else None
 
     def inner_axes(self) -> list[tuple[str, int, int]]:
-        """(name, length, rank of its stride) of every axis but the block's, in shape order."""
-        order = sorted(set(self.strides), reverse=True)
-        axes = zip(self.axes, self.shape, self.strides, strict=True)
-        return [(name, length, order.index(stride)) for name, length, stride in axes if name != "block"]
+        """(name, length, rank of its stride) of every axis within a block, in shape order.
+
+        Axes of one are left out, and how far apart blocks are: it says nothing about a block's bytes.
+        """
+        axes = [
+            (name, length, stride)
+            for name, length, stride in zip(self.axes, self.shape, self.strides, strict=True)
+            if name != "block" and length > 1
+        ]
+        order = sorted({stride for _, _, stride in axes}, reverse=True)
+        return [(name, length, order.index(stride)) for name, length, stride in axes]
 
     def inner(self, skip: tuple[str, ...]) -> list[tuple[int, int]]:
         """(stride, length) of all axes not in `skip`, widest stride first, length-1 axes left out."""
@@ -153,14 +168,21 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def fragments(self) -> tuple[Fragment, ...]:
-        """Contiguous pieces of block 0, in region order; block b is `block_stride * b` further on."""
+        """Contiguous pieces of block 0, in region order; block b is `block_stride * b` further on. Regions
+        that follow each other within the block (layers packed into it) are one piece."""
         found: list[Fragment] = []
         for region in self.regions:
             run, offsets = _runs(region.inner(("block",)), region.itemsize)
             stride = region.strides[region.axes.index("block")]
             if len(found) + len(offsets) > MAX_FRAGMENTS:
                 raise GeometryError(f"a block falls into more than {MAX_FRAGMENTS} pieces")
-            found += [Fragment(region.handle, region.offset + o, stride, run) for o in offsets]
+            for offset in offsets:
+                piece = Fragment(region.handle, region.offset + offset, stride, run)
+                last = found[-1] if found else None
+                if last is not None and last.followed_by(piece):
+                    found[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+                else:
+                    found.append(piece)
         return tuple(found)
 
     @property

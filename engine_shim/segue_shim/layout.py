@@ -15,7 +15,7 @@ import torch
 
 from segue_core.errors import GeometryError
 from segue_core.geometry import Geometry, Region
-from segue_shim.regions import region_of
+from segue_shim.regions import Axes, region_of
 
 VLLM_CPU_AXES = ("block", "opaque", "opaque", "opaque")
 """vLLM on a CPU: [num_blocks, kv_heads, block_size, 2 * head_dim]. Inside a (block, head) the kernels
@@ -37,7 +37,7 @@ def share_pages(
     *,
     num_blocks: int,
     block_size: int,
-    axes: tuple[str, ...] | None = None,
+    axes: Axes = None,
 ) -> Pages:
     """Share the storages behind `tensors` (one KV tensor a layer) and describe them.
 
@@ -62,7 +62,7 @@ def describe(
     *,
     num_blocks: int,
     block_size: int,
-    axes: tuple[str, ...] | None = None,
+    axes: Axes = None,
 ) -> Geometry:
     """The geometry of `tensors`, without touching them. Raises GeometryError with the reason."""
     if not tensors:
@@ -92,9 +92,7 @@ def describe(
     ).validate()
 
 
-def _region(
-    name: str, tensor: torch.Tensor, handle: int, num_blocks: int, axes: tuple[str, ...] | None
-) -> Region:
+def _region(name: str, tensor: torch.Tensor, handle: int, num_blocks: int, axes: Axes) -> Region:
     itemsize = tensor.element_size()
     strides = tuple(stride * itemsize for stride in tensor.stride())
     offset = tensor.storage_offset() * itemsize

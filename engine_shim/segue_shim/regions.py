@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from segue_core.errors import GeometryError
 from segue_core.geometry import Region
+
+Axes = tuple[str, ...] | Mapping[str, tuple[str, ...]] | None
+"""Names of a tensor's axes, of all tensors or by the tensor's name; None: see `region_of`."""
 
 
 def region_of(
@@ -14,13 +19,15 @@ def region_of(
     handle: int,
     offset: int,
     num_blocks: int,
-    axes: tuple[str, ...] | None,
+    axes: Axes,
 ) -> Region:
     """The region of a tensor that begins `offset` bytes into its handle; `strides` are in bytes.
 
     `axes` None: the block axis is found by its length, and nothing is claimed about the others. Raises
     GeometryError.
     """
+    if isinstance(axes, Mapping):
+        axes = axes[name]
     if axes is None:
         found = [index for index, length in enumerate(shape) if length == num_blocks]
         if len(found) != 1:

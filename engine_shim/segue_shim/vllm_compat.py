@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from segue_core.messages.request import SegueParams, parse_params
 from segue_core.messages.status import MAX_RANKS
+from segue_shim import vllm_caches
 from segue_shim.options import ExporterOptions
 from segue_shim.vllm_fingerprint import sampled
 
@@ -107,21 +107,18 @@ def limits(vllm_config: VllmConfig) -> tuple[int, int]:
     return int(vllm_config.model_config.get_vocab_size()), int(vllm_config.model_config.max_model_len)
 
 
+def scheduling(vllm_config: VllmConfig) -> tuple[bool, bool]:
+    """(whether the next step is scheduled before the outcome of this one is known, whether steps hold drafts
+    that may be rejected)."""
+    return bool(vllm_config.scheduler_config.async_scheduling), vllm_config.speculative_config is not None
+
+
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, socket: str) -> str:
     """Why this engine's KV cannot be protected; empty if it can. `socket`: as configured."""
     problem = _group_refusal(vllm_config.parallel_config, socket)
     if problem:
         return problem
-    if vllm_config.scheduler_config.async_scheduling:
-        # The next step is scheduled, and would count as computed, before a failed load is known.
-        return "asynchronous scheduling is not supported so far: start with --no-async-scheduling"
-    if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
-        count = 0 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
-        return f"{count} KV cache groups: only models with one are supported so far"
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        return f"KV cache of kind {type(spec).__name__}: only full attention is supported so far"
-    return ""
+    return vllm_caches.refusal(vllm_config, kv_cache_config)
 
 
 def _group_refusal(parallel: Any, socket: str) -> str:
@@ -131,7 +128,7 @@ def _group_refusal(parallel: Any, socket: str) -> str:
             " so far: start each as one server"
         )
     if parallel.pipeline_parallel_size > 1:
-        # vLLM schedules the next step before it knows of this one's failed loads, as asynchronously.
+        # vLLM schedules the next step before it knows of this one's failed loads.
         return "pipeline parallelism is not supported so far: use --tensor-parallel-size for several ranks"
     for other in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, other, 1) > 1:

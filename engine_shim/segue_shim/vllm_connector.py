@@ -12,12 +12,13 @@ object for each role. Invariant: no hook raises, and each returns what vLLM can 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 
-from segue_shim import vllm_compat, vllm_worker_state
+from segue_shim import vllm_caches, vllm_compat, vllm_sleep, vllm_worker_state
 from segue_shim.exporter import Exporter
 from segue_shim.guard import contained, nothing
 from segue_shim.match_client import MatchClient
@@ -27,7 +28,7 @@ from segue_shim.plan import StepPlan
 from segue_shim.vllm_fingerprint import fingerprint
 from segue_shim.vllm_metadata import SegueHandshake, SegueMetadata, SegueWorkerMetadata
 from segue_shim.vllm_resume import OutputResumer
-from segue_shim.vllm_scheduler import SchedulerHalf
+from segue_shim.vllm_scheduler import SchedulerHalf, Scheduling
 from segue_shim.vllm_worker import IN_PROCESS, WorkerHalf
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class SegueConnector(KVConnectorBase_V1):
         self._resumer: OutputResumer | None = None
         self._handshake: SegueHandshake | None = None
         self._unloaded: set[int] = set()
+        self._arriving: list[str] = []
+        self._ahead = vllm_compat.scheduling(vllm_config)[0]
         self._failed: tuple[int, ...] = ()
         self._block_size = 1
         self._cached_blocks = 0
@@ -94,6 +97,7 @@ class SegueConnector(KVConnectorBase_V1):
         options: ExporterOptions,
     ) -> None:
         refusal = vllm_compat.refusal(vllm_config, kv_cache_config, extra.socket)
+        refusal = refusal or vllm_sleep.refusal(vllm_config)
         if refusal and role is KVConnectorRole.SCHEDULER:
             return  # the worker's half says why
         incarnation = vllm_compat.incarnation(vllm_config)
@@ -116,7 +120,10 @@ class SegueConnector(KVConnectorBase_V1):
             ]
             client = MatchGroup(clients, block_size, options)
             self._block_size = block_size
-            self._scheduler = SchedulerHalf(client, block_size, options, _flush(incarnation))
+            scheduling = Scheduling(*vllm_compat.scheduling(vllm_config))
+            self._scheduler = SchedulerHalf(
+                client, block_size, options, _flush(incarnation), scheduling=scheduling
+            )
             self._resumer = OutputResumer(*vllm_compat.limits(vllm_config))
             return
         exact, detail = _self_test(vllm_config)
@@ -135,7 +142,10 @@ class SegueConnector(KVConnectorBase_V1):
             options=options,
         )
         num_blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-        self._worker = WorkerHalf(exporter, refusal, num_blocks, block_size, ranks)
+        name = partial(vllm_caches.named_tensors, vllm_config, kv_cache_config)
+        self._worker = WorkerHalf(exporter, refusal, name, num_blocks, block_size, ranks)
+        if not refusal:
+            vllm_sleep.follow(vllm_config, exporter.suspend, exporter.resume)
         self._incarnation = incarnation
         IN_PROCESS[incarnation] = self._worker.flush
 
@@ -193,6 +203,11 @@ class SegueConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.commit()
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads are over when the step is, well or not: whoever waits for one may start."""
+        metadata = self._connector_metadata
+        return None, set(metadata.arriving) if isinstance(metadata, SegueMetadata) else None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Whatever went wrong, no block counts as loaded that was not."""
         metadata = self._connector_metadata
@@ -239,7 +254,8 @@ class SegueConnector(KVConnectorBase_V1):
         if self._resumer is not None and not self._resumer.may_start(request):
             return None, False
         self._cached_blocks = num_computed_tokens // self._block_size
-        return self._matched_tokens(request, num_computed_tokens), False
+        matched = self._matched_tokens(request, num_computed_tokens)
+        return matched, self._ahead and matched > 0
 
     @contained(lambda: 0)
     def _matched_tokens(self, request: Request, computed: int) -> int:
@@ -251,6 +267,8 @@ class SegueConnector(KVConnectorBase_V1):
         if num_external_tokens > 0:
             # Not those of the prefix cache: others that run on them would be taken back, too.
             self._unloaded.update(vllm_compat.first_blocks(blocks)[self._cached_blocks :])
+            if self._ahead:
+                self._arriving.append(request.request_id)
         if self._resumer is not None:
             self._resumer.after_alloc(request, num_external_tokens)
         self._after_alloc(request, blocks, num_external_tokens)
@@ -265,6 +283,7 @@ class SegueConnector(KVConnectorBase_V1):
         unloaded, self._unloaded = self._unloaded, set()
         failed, self._failed = self._failed, ()
         metadata.failed_blocks = failed
+        metadata.arriving, self._arriving = tuple(self._arriving), []
         if metadata.broken:
             metadata.void_blocks = tuple(unloaded)
         if self._resumer is not None:
@@ -280,7 +299,16 @@ class SegueConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._failed = tuple(connector_output.invalid_block_ids or ())
+        self._evict(self._failed)
         self._take_results(connector_output)
+
+    @contained(nothing)
+    def _evict(self, failed: tuple[int, ...]) -> None:
+        """vLLM lists blocks in its prefix cache before they are loaded, and leaves them there to be computed
+        again. A request that is aborted or preempted before that would leave junk for all others."""
+        manager: Any = getattr(self, "_kv_cache_manager", None)
+        if failed and manager is not None and self._scheduler is not None:
+            manager.evict_blocks(self._scheduler.computed_in_vain(failed))
 
     @contained(nothing)
     def _take_results(self, connector_output: KVConnectorOutput) -> None:

@@ -26,6 +26,8 @@ class SegueMetadata(KVConnectorMetadata):
     """Blocks that some rank could not load in the step before: it was in vain for all ranks."""
     starting: dict[str, bytes] = field(default_factory=dict)
     """Requests that start in this step with output they already have: its ids, as packed u32."""
+    arriving: tuple[str, ...] = ()
+    """Requests that wait for a load of this step: they may start once it is over, whatever became of it."""
     broken: bool = False
     """The scheduler's half gave up: what the worker knows of live sequences is not true any more."""
 

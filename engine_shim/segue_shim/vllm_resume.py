@@ -118,10 +118,11 @@ class OutputResumer:
 
     @contained(nothing)
     def after_alloc(self, request: Request, external: int) -> None:
-        """Blocks were found; `external` tokens of them are loaded."""
+        """Blocks were found; `external` tokens of them are loaded. A request that has waited for its load is
+        heard of once more, with none."""
         resumed = self._resumed.get(request.request_id)
         if resumed is not None:
-            resumed.external = external
+            resumed.external = external or resumed.external
 
     def build(self, output: SchedulerOutput) -> dict[str, bytes]:
         """Requests that start in this step with taken ids, and the ids (packed u32) for the worker."""

@@ -3,12 +3,16 @@
 Runs in vLLM's EngineCore, on its one thread. Keeps nothing of the KV; decides which requests are
 protected, and whether a resumed one loads a replica. Invariant: of all live requests with one `seq`
 at most one is protected, the one with the highest epoch.
+
+Where vLLM schedules ahead (asynchronously), a step is put together before the ids of the one before it are
+known: what is `computed` runs ahead of the ids told, by a token for each step on its way. That a load failed
+must be known before anything is computed on it: a request waits for its load, and starts in a later step.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,12 +30,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How vLLM schedules. `ahead`: the next step before the outcome of this one; `drafts`: tokens that may
+    turn out not to be part of the answer."""
+
+    ahead: bool = False
+    drafts: bool = False
+
+
 @dataclass(slots=True)
 class Tracked:
     """A live request. `seq` is empty if it is not protected; `sent` ids and `computed` tokens (once the
     steps so far are complete) have been told to the worker; `blocks` is its block table. `match` is what the
     daemons answered when `local` tokens were in the prefix cache; `external` tokens of it are being loaded in
-    the step that is put together."""
+    the step that is put together, which computes on them."""
 
     request: Request
     seq: str = ""
@@ -58,6 +71,7 @@ class SchedulerHalf:
         options: ExporterOptions,
         flush: Callable[[StepPlan], bool] = lambda plan: False,
         clock: Clock | None = None,
+        scheduling: Scheduling = Scheduling(),
     ) -> None:
         """`flush` carries a plan out at once if the worker's half lives in the same process."""
         self._client = client
@@ -65,9 +79,11 @@ class SchedulerHalf:
         self._lease_margin_ns = options.lease_margin_ms * 1_000_000
         self._flush = flush
         self._clock = clock or MonotonicClock()
+        self._scheduling = scheduling
         self._tracked: dict[str, Tracked] = {}
         self._owners: dict[str, Tracked] = {}
         self._ended: list[str] = []
+        self._taken_over: list[str] = []
         self._loads: list[Load] = []
 
     def on_new_request(self, request: Request) -> None:
@@ -82,6 +98,8 @@ class SchedulerHalf:
             if owner.epoch >= params.epoch:
                 return  # a writer that is late, or a choice that nobody gave a name of its own
             owner.seq = ""
+            # Its blocks may be others' before this one starts: nothing may be claimed of them any more.
+            self._taken_over.append(params.seq)
         tracked.seq = params.seq
         tracked.epoch = params.epoch
         tracked.resume = params.resume
@@ -131,7 +149,8 @@ class SchedulerHalf:
         match, tracked.match = tracked.match, None
         first = tracked.local // self._block_size
         last = -(-(tracked.local + external) // self._block_size)
-        tracked.external = external
+        if not self._scheduling.ahead:
+            tracked.external = external
         self._loads.append(
             Load(
                 tokens=external,
@@ -142,11 +161,15 @@ class SchedulerHalf:
 
     def build(self, output: SchedulerOutput) -> tuple[StepPlan, tuple[Load, ...]]:
         """The step that vLLM has just scheduled, as the worker's half must say and do it."""
+        loads, self._loads = tuple(self._loads), []
         assigned: list[int] = []
+        if self._scheduling.ahead:
+            assigned += [block for load in loads for block in load.block_ids]
+        filling: list[int] = []
         starts: list[tuple[Tracked, int]] = []
         updated: list[SequenceUpdate] = []
         computed: list[tuple[str, int]] = []
-        paused: list[str] = []
+        paused, self._taken_over = self._taken_over, []
         cached = output.scheduled_cached_reqs
         for request_id in output.preempted_req_ids or ():
             self._pause(request_id, paused)
@@ -166,12 +189,14 @@ class SchedulerHalf:
                 self._start(request_id, tracked.blocks.tolist(), begin, assigned, starts)
             else:
                 assigned += blocks
-                if tracked is not None and tracked.seq:
-                    self._continue(tracked, blocks, updated)
+                if tracked is not None:
+                    tracked.blocks.extend(blocks)
+                    filling += tracked.blocks[begin // self._block_size :]
+                    if tracked.seq:
+                        self._continue(tracked, blocks, updated)
             self._count(request_id, begin, output, computed)
-        writing = frozenset(assigned)
+        writing = frozenset(assigned).union(filling)
         ended, self._ended = tuple(self._ended), []
-        loads, self._loads = tuple(self._loads), []
         plan = StepPlan(
             assigned=pack_u32(assigned) if assigned else b"",
             begun=tuple(self._begin(tracked, full_blocks, writing) for tracked, full_blocks in starts),
@@ -182,6 +207,16 @@ class SchedulerHalf:
             running=len(self._tracked),
         )
         return plan, loads
+
+    def computed_in_vain(self, failed: Iterable[int]) -> set[int]:
+        """Blocks of every table from the first of `failed` blocks on: they hold no KV, or what was made of
+        none."""
+        failed = frozenset(failed)
+        found: set[int] = set()
+        for tracked in self._tracked.values() if failed else ():
+            first = next((n for n, block in enumerate(tracked.blocks) if block in failed), None)
+            found.update(tracked.blocks[first:] if first is not None else ())
+        return found
 
     def worker_done(self, results: tuple[LoadResult, ...]) -> None:
         """Loads were carried out, or failed, at each rank: the leases are over."""
@@ -221,13 +256,14 @@ class SchedulerHalf:
             tracked.external = 0
         full_blocks = local // self._block_size
         assigned += blocks[full_blocks:]
-        if tracked is not None and tracked.seq:
+        if tracked is not None:
             tracked.blocks = array("I", blocks)
-            starts.append((tracked, full_blocks))
+            if tracked.seq:
+                starts.append((tracked, full_blocks))
 
     def _begin(self, tracked: Tracked, full_blocks: int, writing: frozenset[int]) -> SequenceBegin:
         """`computed` counts whole blocks before the step. A prefix-cache hit may be on blocks that another
-        request of this very step is about to fill: they do not count yet."""
+        request of this very step is about to fill, or to go on filling: they do not count yet."""
         for position in range(full_blocks):
             if tracked.blocks[position] in writing:
                 full_blocks = position
@@ -247,7 +283,6 @@ class SchedulerHalf:
     def _continue(self, tracked: Tracked, blocks: list[int], updated: list[SequenceUpdate]) -> None:
         tokens = vllm_compat.known_tokens(tracked.request, tracked.sent)
         tracked.sent += len(tokens)
-        tracked.blocks.extend(blocks)
         if tokens or blocks:
             updated.append(SequenceUpdate(tracked.seq, pack_u32(tokens), pack_u32(blocks)))
 
@@ -258,9 +293,10 @@ class SchedulerHalf:
         if tracked is None or not tracked.seq:
             return
         tokens = begin + output.num_scheduled_tokens[request_id]
-        drafts = output.scheduled_spec_decode_tokens.get(request_id)
-        if drafts:
-            # KV of drafts is worth nothing until they are accepted, which the next step tells.
+        drafts = output.scheduled_spec_decode_tokens.get(request_id) or ()
+        if drafts or self._scheduling.drafts:
+            # KV of drafts is worth nothing until they are accepted, which a later step tells. Of a step that
+            # is on its way vLLM counts them as accepted: so no more than is known.
             tokens = min(tokens - len(drafts), tracked.request.num_tokens)
         tracked.computed = tokens
         computed.append((tracked.seq, tokens))

@@ -6,16 +6,18 @@ what it computed only after it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from segue_core.errors import GeometryError
 from segue_shim.exporter import Exporter
-from segue_shim.layout import VLLM_CPU_AXES
 from segue_shim.plan import LoadResult, StepPlan
 from segue_shim.vllm_metadata import SegueMetadata, SegueWorkerMetadata
 
 if TYPE_CHECKING:
     import torch
+
+    from segue_shim.vllm_caches import NamedTensors
 
 IN_PROCESS: dict[int, Callable[[StepPlan], None]] = {}
 """Worker halves of this process by their engine's incarnation, for a scheduler half beside them."""
@@ -25,11 +27,19 @@ class WorkerHalf:
     """Called by `vllm_connector` only; see vLLM's connector base for when."""
 
     def __init__(
-        self, exporter: Exporter, refusal: str, num_blocks: int, block_size: int, ranks: int = 1
+        self,
+        exporter: Exporter,
+        refusal: str,
+        name: Callable[[Mapping[str, torch.Tensor]], NamedTensors],
+        num_blocks: int,
+        block_size: int,
+        ranks: int = 1,
     ) -> None:
-        """`refusal`: why this engine cannot be protected, or empty. `ranks`: the workers of the engine."""
+        """`refusal`: why this engine cannot be protected, or empty. `name`: see `vllm_caches`. `ranks`: the
+        workers of the engine."""
         self._exporter = exporter
         self._refusal = refusal
+        self._name = name
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._alone = ranks == 1
@@ -40,12 +50,18 @@ class WorkerHalf:
         self._told = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache is there: share it and register."""
-        if self._refusal:
-            self._exporter.refuse(self._refusal)
+        """The KV cache is there, on the host or on a GPU: share it and register."""
+        refusal = self._refusal
+        if not refusal:
+            try:
+                tensors, axes = self._name(kv_caches)
+            except GeometryError as error:
+                refusal = str(error)
+        if refusal:
+            self._exporter.refuse(refusal)
             return
         self._exporter.register_pages(
-            kv_caches, num_blocks=self._num_blocks, block_size=self._block_size, axes=VLLM_CPU_AXES
+            tensors, num_blocks=self._num_blocks, block_size=self._block_size, axes=axes
         )
 
     def begin(self, metadata: SegueMetadata) -> None:

@@ -48,17 +48,19 @@ class Watcher:
         geometry = self.registration.message.geometry
         progressing = 0
         for seq, known in ledger.sequences.items():
-            if not known.computed:
+            # What may be shipped: an engine that schedules ahead computes a token before its id is told.
+            shippable = min(known.computed, len(known.token_ids))
+            if not shippable:
                 continue
             progressing += 1
-            kv = paged_kv(page, geometry, known.block_ids, known.computed)
+            kv = paged_kv(page, geometry, known.block_ids, shippable)
             before = self.kv.get(seq)
             common = min(before.shape[1], kv.shape[1]) if before is not None else 0
             if before is not None and not torch.allclose(before[:, :common], kv[:, :common], atol=1e-3):
-                self.changed.append(f"{seq} at {known.computed}")
+                self.changed.append(f"{seq} at {shippable}")
             if before is None or kv.shape[1] >= before.shape[1]:
                 self.kv[seq] = kv
-                self.tokens[seq] = known.token_ids[: known.computed]
+                self.tokens[seq] = known.token_ids[:shippable]
         self.most_at_once = max(self.most_at_once, progressing)
 
     def errors(self, reference: Reference) -> dict[str, float]:

@@ -124,3 +124,25 @@ def test_layouts_that_order_the_same_bytes_differently_have_different_digests() 
     wide = Region(0, 0, (4, 2, 2, 16), (128, 64, 32, 2), 2, ("block", "slot", "head", "dim"))
     digests = {Geometry(4, 2, (512,), (region,)).validate().digest for region in (nhd, hnd, wide)}
     assert len(digests) == 3
+
+
+def layers(block_stride: int, layer_stride: int, head_stride: int = 32, axis: int = 2) -> Geometry:
+    """Two layers of blocks [heads, 2 slots, 16 bytes] in one allocation."""
+    shape, axes = (4, axis, 2, 8), ("block", "head", "slot", "dim")
+    strides = (block_stride, head_stride, 16, 2)
+    regions = tuple(Region(0, layer * layer_stride, shape, strides, 2, axes) for layer in range(2))
+    return Geometry(4, 2, (1024,), regions).validate()
+
+
+def test_where_layers_and_heads_lie_does_not_keep_engines_apart() -> None:
+    """Layer by layer, packed into blocks, heads outermost, one head anywhere: a block has the same bytes."""
+    assert layers(64, 256).digest == layers(128, 64).digest == layers(32, 256, head_stride=128).digest
+    assert layers(32, 128, head_stride=2, axis=1).digest == layers(64, 32, head_stride=32, axis=1).digest
+
+
+def test_layers_packed_into_a_block_are_copied_in_one_piece() -> None:
+    """Only if they are side by side in every block."""
+    assert [piece.nbytes for piece in layers(128, 64).fragments] == [128]
+    assert [piece.nbytes for piece in layers(64, 256).fragments] == [64, 64]
+    runs = layers(128, 64).slot_runs(1, 2)
+    assert [(run.piece.offset, run.packed) for run in runs] == [(16, 16), (48, 48), (80, 80), (112, 112)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 import time
 
 import pytest
@@ -12,9 +14,10 @@ from segue_core import credentials
 from segue_core.clock import MonotonicClock
 from segue_core.framing import encode_frame
 from segue_core.messages.journal import Begin, SequenceBegin, SequenceUpdate
-from segue_core.messages.local import Fenced, Matched, Refused
+from segue_core.messages.local import Fenced, Matched, Refused, Register
 from segue_core.ring import Word
 from segue_shim.exporter import Exporter
+from segue_shim.loader import Arena
 from segue_shim.match_client import MatchClient
 from segue_shim.plan import Load, Source, StepPlan, pack_u32
 from support.daemon_stub import DaemonStub, ids, wait_until
@@ -229,7 +232,7 @@ def test_without_a_daemon_one_line_says_what_to_do(
     """Missing socket: the engine runs, and the log is not flooded."""
     register(exporter)
     wait_until(lambda: "start it there" in caplog.text)
-    time.sleep(0.1)
+    time.sleep(0.1)  # many attempts later
     assert caplog.text.count("start it there") == 1
 
 
@@ -323,6 +326,58 @@ def test_closing_hangs_up_at_once(exporter: Exporter, stub: DaemonStub) -> None:
     exporter.close()
     assert time.perf_counter() - began < FAST.retry_max_ms / 1000 + 0.5
     assert stub.registered().connection.recv(1) == b""
+
+
+def test_leaving_waits_for_a_daemon_that_was_still_opening_the_memory(
+    exporter: Exporter, socket_path: str
+) -> None:
+    """Memory that goes must not be mapped anywhere: an answer that comes late is no reason to go."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def on_register(_: Register) -> bool:
+        asked.set()
+        return answer.wait(20)
+
+    stub = DaemonStub(socket_path, on_register=on_register)
+    register(exporter)
+    assert asked.wait(20)
+    registrar = exporter._registrar
+    assert registrar is not None
+    left: list[bool] = []
+    leaving = threading.Thread(target=lambda: left.append(registrar.leave(20)))
+    leaving.start()
+    wait_until(registrar._stopped.is_set)
+    answer.set()
+    connection = stub.registered().connection
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    connection.shutdown(socket.SHUT_RDWR)
+    leaving.join(20)
+    assert left == [True]
+    stub.kill()
+
+
+def test_leaving_does_not_wait_for_a_large_arena(
+    exporter: Exporter, stub: DaemonStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Touching and page-locking it takes seconds: an engine that sleeps goes once the daemon has let go."""
+    touching, go_on = threading.Event(), threading.Event()
+
+    def prefault(_: Arena) -> None:
+        touching.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(Arena, "prefault", prefault)
+    register(exporter)
+    assert touching.wait(20)
+    registrar = exporter._registrar
+    assert registrar is not None
+    hung_up = stub.registered().connection
+    leaving = threading.Timer(0.05, lambda: hung_up.shutdown(socket.SHUT_RDWR))
+    leaving.start()
+    assert registrar.leave(10)
+    go_on.set()
+    leaving.join()
 
 
 def test_the_shim_looks_whom_it_talks_to(

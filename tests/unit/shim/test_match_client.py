@@ -45,6 +45,11 @@ def held(match: Match, tokens: int, first: int = 0, lease: int = 9) -> Matched:
     return Matched(match.request, tokens, first, extents, lease, 1 << 62)
 
 
+def let_the_pause_pass() -> None:
+    """After a failure nobody is asked for a while."""
+    time.sleep(0.06)
+
+
 def test_a_replica_is_found(client: MatchClient, stub: DaemonStub) -> None:
     """The daemon hears who asks and what for; the lease is given back with what it was worth."""
     stub.answer = lambda match: held(match, 19)
@@ -81,7 +86,7 @@ def test_an_answer_that_contradicts_the_question_is_not_used(
     stub.answer = wrong  # type: ignore[assignment]
     assert ask(client) is None and client.failures == 1
     stub.answer = lambda match: held(match, 19)
-    time.sleep(0.06)
+    let_the_pause_pass()
     assert ask(client) is not None
 
 
@@ -93,7 +98,7 @@ def test_late_answers_are_skipped_and_their_leases_given_back(client: MatchClien
     stub.answer = lambda match: (
         encode_frame(late) + encode_frame(Fenced("x", 1)) + encode_frame(held(match, 11, lease=5))
     )
-    time.sleep(0.06)
+    let_the_pause_pass()
     matched = ask(client)
     assert matched is not None and (matched.tokens, matched.lease) == (11, 5)
     wait_until(lambda: [release.lease for release in stub.releases] == [4])
@@ -174,7 +179,7 @@ def test_an_absent_daemon_is_logged_once_an_outage(
     """And found when it is there."""
     for _ in range(3):
         assert ask(client) is None
-        time.sleep(0.06)
+        let_the_pause_pass()
     assert caplog.text.count("replicas cannot be asked for") == 1 and client.failures == 3
     stub = DaemonStub(socket_path)
     stub.answer = lambda match: held(match, 19)
