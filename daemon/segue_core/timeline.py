@@ -39,6 +39,12 @@ class Timeline:
     def step(self, step: int) -> None:
         self._word.value = step
 
+    def close(self) -> None:
+        """Close the descriptor; safe to call twice. The page stays as long as this object."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
 
 class TimelineView:
     """The daemon's end, mapped read only."""

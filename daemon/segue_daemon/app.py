@@ -32,6 +32,7 @@ from segue_daemon.keys import Keys
 from segue_daemon.leases import MAX_LEASES
 from segue_daemon.link import Link
 from segue_daemon.local import Connection, LocalServer
+from segue_daemon.pages import Pages
 from segue_daemon.placer import Placer
 from segue_daemon.receiver import Receiver
 from segue_daemon.replicas import MatchResult, Wanted
@@ -138,11 +139,19 @@ class Daemon:
     def arena(self) -> tuple[int, int, int]:
         return self.incarnation, self._arena.fd, self._arena.capacity
 
-    def register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
-        return self.host.register(message, fds, connection)
+    def refusal(self, message: Register) -> Refused | None:
+        return self.host.refusal(message)
+
+    def register(
+        self, message: Register, fds: list[int], connection: Connection, pages: Pages | None = None
+    ) -> Refused | None:
+        return self.host.register(message, fds, connection, pages)
 
     def gone(self, connection: Connection) -> None:
         self.host.gone(connection)
+
+    async def let_go(self) -> None:
+        await self.host.let_go()
 
     def match(self, message: Match, connection: Connection) -> None:
         found = self._find(message)

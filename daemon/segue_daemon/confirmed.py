@@ -72,6 +72,13 @@ class ConfirmedShipment(Shipment):
         held = self._hold.settled(self.session.committed_at)
         return self.planner.urgent(now_ns) or (held is not None and held.tail)
 
+    def next_deltas(
+        self, number: int, drain: Callable[[], None], now_ns: int = 0, tail_bytes: int = 0
+    ) -> list[Ready]:
+        """One at a time: what is held back has memory of its own."""
+        ready = self.next_delta(number, drain, now_ns)
+        return [ready] if ready is not None else []
+
     def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
         """The next delta that is sure. None: there is none for now; at most one more copy was made."""
         drain()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from numpy.lib.stride_tricks import as_strided
 
 from segue_core.content_key import KEY_BYTES, TOKEN_BYTES
 from segue_core.geometry import MAX_BLOCK_BYTES
@@ -26,6 +27,9 @@ ENTRY_BYTES = 8
 EMPTY_DIGEST = xxhash.xxh3_64_intdigest(b"")
 """Of a part without bytes."""
 MAX_SALT_BYTES = 1024
+MAX_KEPT_RUNS = 512
+MAX_KEPT_TABLES = 1024
+"""So many tables of so many runs at most are kept, read: 12 MiB if all are as long as they may be."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -86,7 +90,9 @@ def checksum_of_payload(parts: Iterable[Part], payload: bytes) -> int:
 def encode_items(numbers: Numbers) -> npt.NDArray[np.uint32]:
     """Ascending item numbers as (steps, 2): stride and count. Equal strides in a row are one step."""
     strides = np.diff(numbers, prepend=-1)
-    starts = np.flatnonzero(np.diff(strides, prepend=0))  # a stride is never 0
+    begins = np.ones(len(strides), np.bool_)
+    np.not_equal(strides[1:], strides[:-1], out=begins[1:])
+    starts = np.flatnonzero(begins)
     steps = np.empty((len(starts), 2), "<u4")
     steps[:, 0] = strides[starts]
     steps[:, 1] = np.diff(starts, append=len(strides))
@@ -97,10 +103,11 @@ def patch_fits(part: Part, payload: Bytes, block_bytes: int) -> bool:
     """Whether every change of an ITEMS or RUNS part lies inside the block."""
     if not part.count:
         return part.nbytes == 0
-    table = _table(part, payload)
     rest = part.nbytes - part.count * ENTRY_BYTES
     if part.kind == PartKind.RUNS:
-        return int(table.sum(axis=1).max()) <= block_bytes and int(table[:, 1].sum()) == rest
+        runs = _runs(part, payload)
+        return runs.end <= block_bytes and runs.nbytes == rest
+    table = _table(part, payload)
     items = block_bytes // part.item_bytes
     strides, counts = table[:, 0], table[:, 1]
     # Bounded one by one first: then no sum of products can overflow.
@@ -113,22 +120,51 @@ def apply_patch(block: Bytes, part: Part, payload: Bytes) -> None:
     """Apply an ITEMS or RUNS part that `patch_fits` to the bytes of its block."""
     if not part.count:
         return
-    table = _table(part, payload)
     at = ENTRY_BYTES * part.count
     if part.kind == PartKind.ITEMS:
+        table = _table(part, payload)
         kind = f"u{part.item_bytes}"
         numbers = np.cumsum(np.repeat(table[:, 0], table[:, 1])) - 1
         block.view(kind)[numbers] = payload[at:].view(kind)
         return
-    offsets, lengths = table[:, 0], table[:, 1]
-    spacing = int(offsets[1] - offsets[0]) if part.count > 1 else 0
-    if spacing >= int(lengths[0]) > 0 and not np.ptp(lengths) and not np.ptp(np.diff(offsets)):
-        shape = (part.count, int(lengths[0]))  # as layers lie: one copy for all
-        as_strided(block[int(offsets[0]) :], shape, (spacing, 1))[:] = payload[at:].reshape(shape)
+    runs = _runs(part, payload)
+    if runs.spacing:
+        first, nbytes = runs.table[0].tolist()
+        shape = (part.count, nbytes)  # as layers lie: one copy for all
+        # What `as_strided` makes, for a fifth of its time.
+        target: Bytes = np.ndarray(shape, np.uint8, block, first, (runs.spacing, 1))
+        target[:] = payload[at:].reshape(shape)
         return
-    for offset, nbytes in table.tolist():
+    for offset, nbytes in runs.table.tolist():
         block[offset : offset + nbytes] = payload[at : at + nbytes]
         at += nbytes
+
+
+class Runs(NamedTuple):
+    """A table of RUNS: offset and length of each; where the last byte of any ends; bytes of all. `spacing`:
+    of equal runs equally far apart, 0 for others."""
+
+    table: Numbers
+    end: int
+    nbytes: int
+    spacing: int
+
+
+def _runs(part: Part, payload: Bytes) -> Runs:
+    """Those of a RUNS part. Each token in the same slot of a layout has the same, so short ones are kept."""
+    table = payload[: ENTRY_BYTES * part.count].tobytes()
+    return _short_runs(table) if part.count <= MAX_KEPT_RUNS else _read_runs(table)
+
+
+def _read_runs(table: bytes) -> Runs:
+    pairs = np.frombuffer(table, "<u4").reshape(-1, 2).astype(np.int64)
+    offsets, lengths = pairs[:, 0], pairs[:, 1]
+    spacing = int(offsets[1] - offsets[0]) if len(pairs) > 1 else int(lengths[0])
+    equal = spacing >= int(lengths[0]) > 0 and not np.ptp(lengths) and np.all(np.diff(offsets) == spacing)
+    return Runs(pairs, int(pairs.sum(axis=1).max()), int(lengths.sum()), spacing if equal else 0)
+
+
+_short_runs = lru_cache(maxsize=MAX_KEPT_TABLES)(_read_runs)
 
 
 def _table(part: Part, payload: Bytes) -> Numbers:

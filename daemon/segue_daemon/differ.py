@@ -27,13 +27,16 @@ from segue_daemon.planner import Plan
 from segue_daemon.slot_map import Numbers, SlotMap, Words
 
 MAX_HELD_KEYS = 1 << 20
+BATCH_BYTES = 512 << 10
+"""Small deltas are built one behind the other up to here, and go out together: while they are in the
+processor's cache."""
 WORD_BYTES = 8
 """Copy and shadow are compared in words first, and only changed words item by item."""
 
 
 @dataclass
 class Built:
-    """A delta ready to send: `payload` is valid until the next `build`."""
+    """A delta ready to send: `payload` is valid until its place is built over."""
 
     delta: Delta
     payload: memoryview
@@ -56,7 +59,7 @@ class Differ:
         self._ledger = ledger
         self._pages = pages
         self._incarnation = incarnation
-        self._staging = pages.buffer(max(delta_bytes, self.block_bytes) + 2 * self.block_bytes)
+        self._staging = pages.buffer(BATCH_BYTES + max(delta_bytes, self.block_bytes) + 2 * self.block_bytes)
         itemsizes = [region.itemsize for region in geometry.regions]
         self._item_bytes = max(n for n in ITEM_BYTES if all(size % n == 0 for size in itemsizes))
         self._padded = (self.block_bytes + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
@@ -72,27 +75,34 @@ class Differ:
         self._run_tables: dict[tuple[int, int], Bytes] = {}
         self.held_keys: OrderedDict[bytes, None] = OrderedDict()
 
-    def build(self, sequence: Sequence, plan: Plan, number: int) -> Built | None:
-        """Copy what `plan` asks for. None if a block changed hands already (nothing to send for now)."""
+    def build(self, sequence: Sequence, plan: Plan, number: int, start: int = 0) -> Built | None:
+        """Copy what `plan` asks for, behind `start` bytes (fewer than `BATCH_BYTES`) that were built before
+        and stay good. None if a block changed hands already (nothing to send for now)."""
         size = self._ledger.geometry.block_size
         first, last = plan.base // size, -(-plan.upto // size)
         if not self._ledger.intact(sequence, first, last):
             return None
         parts: list[Part] = []
         digests: list[int] = []
-        at = 0
+        whole: list[tuple[int, int]] = []
+        at = start
         tail: Bytes | None = None
         self._changed = None
         for position in range(first, last):
             sealed = (position + 1) * size <= plan.upto
             key = self._ledger.key(sequence, position) if sealed else b""
             begun = position * size < plan.base
-            if sealed and not begun and key in self.held_keys:
-                self.held_keys.move_to_end(key)
-                parts.append(Part(position, PartKind.KEY, key, 0))
+            if sealed and not begun:
+                if key in self.held_keys:
+                    self.held_keys.move_to_end(key)
+                    parts.append(Part(position, PartKind.KEY, key, 0))
+                else:
+                    whole.append((len(parts), sequence.blocks[position]))
+                    parts.append(Part(position, PartKind.WHOLE, key, self.block_bytes))
                 digests.append(EMPTY_DIGEST)
                 continue
             try:
+                at = self._whole(whole, digests, at)
                 part, tail = self._part(sequence, position, key, plan, at)
             except PagesError:
                 return None  # `pages.failure` says why; whoever owns the session looks
@@ -100,7 +110,11 @@ class Differ:
             # At once: the copy is still in the processor's cache.
             digests.append(xxhash.xxh3_64_intdigest(self._staging[at : at + part.nbytes].data))
             at += part.nbytes
-        payload = self._staging[:at].data
+        try:
+            at = self._whole(whole, digests, at)
+        except PagesError:
+            return None
+        payload = self._staging[start:at].data
         delta = Delta(
             number=number,
             seq=sequence.seq,
@@ -117,16 +131,28 @@ class Differ:
         )
         return Built(delta, payload, plan.upto, tail, self._changed)
 
+    def _whole(self, blocks: list[tuple[int, int]], digests: list[int], at: int) -> int:
+        """Copy blocks that go whole, (index of the part, block), into the staging buffer from `at` on; return
+        where they end. Each one's checksum is taken as soon as it is there, while others are copied."""
+        if not blocks:
+            return at
+        done, size = 0, self.block_bytes
+        room = self._staging[at : at + len(blocks) * size]
+        for complete in self._pages.copy_blocks([block for _, block in blocks], room):
+            for index, _ in blocks[done:complete]:
+                digests[index] = xxhash.xxh3_64_intdigest(self._staging[at : at + size].data)
+                at += size
+            done = complete
+        blocks.clear()
+        return at
+
     def _part(
         self, sequence: Sequence, position: int, key: bytes, plan: Plan, at: int
     ) -> tuple[Part, Bytes | None]:
-        """One block's bytes into the staging buffer at `at`; also the tail copy if it stays a tail."""
+        """What goes of a block that is begun, or not full: its bytes into the staging buffer at `at`, and the
+        tail copy if it stays a tail."""
         block = sequence.blocks[position]
         size = self._ledger.geometry.block_size
-        begun = position * size < plan.base
-        if key and not begun:
-            self._pages.copy_block(block, self._staging[at : at + self.block_bytes])
-            return Part(position, PartKind.WHOLE, key, self.block_bytes), None
         if self._ledger.geometry.slot_axis_known:
             low = max(0, plan.base - position * size)
             high = min(size, plan.upto - position * size)
@@ -184,10 +210,11 @@ class Differ:
         size = self._item_bytes
         kind, lanes = f"u{size}", WORD_BYTES // size
         words = np.flatnonzero(copy.view(np.uint64) != shadow.view(np.uint64))
-        now, before = (memory.view(kind).reshape(-1, lanes)[words] for memory in (copy, shadow))
+        now, before = (memory.view(np.uint64)[words].view(kind) for memory in (copy, shadow))
         changed = np.flatnonzero(now != before)
-        values = now.reshape(-1)[changed]
-        numbers: Numbers = words[changed // lanes] * lanes + changed % lanes
+        values = now[changed]
+        shift = lanes.bit_length() - 1  # of a power of two: to divide takes three times as long
+        numbers: Numbers = (words[changed >> shift] << shift) + (changed & (lanes - 1))
         steps = encode_items(numbers)
         middle = at + len(steps) * ENTRY_BYTES
         nbytes = len(steps) * ENTRY_BYTES + values.nbytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -17,6 +18,7 @@ import structlog
 from segue_core.clock import Clock
 from segue_core.errors import ProtocolError
 from segue_core.framing import decode
+from segue_core.geometry import Geometry
 from segue_core.lifeline import LifelineWatch
 from segue_core.messages.journal import Commit, Record
 from segue_core.messages.local import Register
@@ -43,14 +45,35 @@ FIXED_FDS = 3
 """Journal, doorbell and lifeline come before the descriptors of the pages."""
 
 
+def exported(register: Register, fds: Sequence[int]) -> tuple[Geometry, Sequence[int]]:
+    """What an engine exports, checked, and which of its descriptors belong to that. Raises ProtocolError or
+    GeometryError."""
+    geometry = register.geometry.validate()
+    first_page = FIXED_FDS + register.timeline
+    if len(fds) != first_page + geometry.fd_count:
+        raise ProtocolError(
+            f"engine {register.engine}: {len(fds)} file descriptors for"
+            f" {geometry.fd_count} exported allocations"
+        )
+    return geometry, fds[first_page:]
+
+
 class EngineSession:
     """An engine process that registered. `fds` are journal, doorbell, lifeline, the timeline if there is one,
     then those of the geometry's handles."""
 
     def __init__(
-        self, register: Register, fds: list[int], pid: int, clock: Clock, *, max_sequences: int
+        self,
+        register: Register,
+        fds: list[int],
+        pid: int,
+        clock: Clock,
+        *,
+        max_sequences: int,
+        pages: Pages | None = None,
     ) -> None:
-        """Map what the engine exports. Takes over `fds`. Raises ProtocolError or GeometryError."""
+        """Map what the engine exports, unless `pages` are open already. Takes over `fds` and `pages`. Raises
+        ProtocolError or GeometryError; they are still the caller's then."""
         self.register = register
         self.pid = pid
         self.dead = False
@@ -62,13 +85,7 @@ class EngineSession:
         self._fds = fds
         self._unreadable_since = 0
         self._dropped = 0
-        geometry = register.geometry.validate()
-        first_page = FIXED_FDS + register.timeline
-        if len(fds) != first_page + geometry.fd_count:
-            raise ProtocolError(
-                f"engine {register.engine}: {len(fds)} file descriptors for"
-                f" {geometry.fd_count} exported allocations"
-            )
+        geometry, of_pages = exported(register, fds)
         if bool(geometry.gpu) != register.timeline or (register.timeline and self.scan is not None):
             raise ProtocolError("register: memory on a GPU needs a timeline and notice before each step")
         check_sealed(fds[0], "the journal")
@@ -78,7 +95,7 @@ class EngineSession:
         self.lifeline = LifelineWatch(fds[2])
         self._timeline = TimelineView(fds[FIXED_FDS]) if register.timeline else None
         self._held = HeldProgress(self._computed)
-        self.pages: Pages = open_pages(geometry, fds[first_page:])
+        self.pages: Pages = open_pages(geometry, of_pages) if pages is None else pages
         place = RANKS.pack(register.rank, register.ranks)
         combined = hashlib.blake2b(register.fingerprint + geometry.digest + place, digest_size=16).digest()
         self.ledger = Ledger(geometry, combined, max_sequences=max_sequences)

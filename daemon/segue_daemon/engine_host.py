@@ -30,6 +30,8 @@ from segue_daemon.ledger import Changes
 from segue_daemon.ledger import Sequence as LedgerSequence
 from segue_daemon.link import Link
 from segue_daemon.local import Connection
+from segue_daemon.open_pages import let_go
+from segue_daemon.pages import Pages
 from segue_daemon.progress import ProgressJudge, Sample, cpu_ticks
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.wire import Slices
@@ -94,28 +96,43 @@ class EngineHost:
 
     # -- coming and going ---------------------------------------------------------------------
 
-    def register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
-        """Take an engine in. Raises ProtocolError or GeometryError; `fds` are then still the caller's."""
+    def refusal(self, message: Register) -> Refused | None:
+        """Why an engine cannot be taken in now, whatever it exports."""
         misplaced = self._settings.group.refusal(message.rank, message.ranks)
         if misplaced:
             return Refused(misplaced, retry=False)
+        current = self.live
+        if current is not None and cpu_ticks(current.pid) >= 0 and not exiting(current.pid):
+            return Refused(
+                f"engine process {current.pid} is registered with this daemon already;"
+                " start one segue-daemon per engine",
+                retry=True,
+            )
+        return None
+
+    def register(
+        self, message: Register, fds: list[int], connection: Connection, pages: Pages | None = None
+    ) -> Refused | None:
+        """Take an engine in, with the pages that were opened for it. Raises ProtocolError or GeometryError.
+        Unless it is taken in, `fds` and `pages` stay the caller's."""
+        refused = self.refusal(message)
+        if refused is not None:
+            return refused
         current = self.session
         if current is not None and not current.dead:
-            if cpu_ticks(current.pid) >= 0 and not exiting(current.pid):
-                return Refused(
-                    f"engine process {current.pid} is registered with this daemon already;"
-                    " start one segue-daemon per engine",
-                    retry=True,
-                )
             self.left(current, dead=True)
         if len(message.fingerprint) != FINGERPRINT_BYTES:
             raise ProtocolError(f"register: a fingerprint has {FINGERPRINT_BYTES} bytes")
         if not all(map(math.isfinite, message.defaults.values())):  # JSON has no word for them
             raise ProtocolError(f"register: sampling defaults must be finite numbers: {message.defaults}")
         limit = self._settings.replication.max_sequences
-        session = EngineSession(message, fds, connection.pid, self._clock, max_sequences=limit)
+        session = EngineSession(message, fds, connection.pid, self._clock, max_sequences=limit, pages=pages)
         loop = asyncio.get_running_loop()
-        loop.add_reader(session.doorbell, self._doorbell, session)
+        try:
+            loop.add_reader(session.doorbell, self._doorbell, session)
+        except OSError as error:
+            session.pages.close()  # an exception keeps the session, and that an engine's whole memory
+            raise ProtocolError(f"register: the doorbell is no eventfd: {error.strerror}") from error
         if current is not None:
             self._unmap(current)
         self.session = session
@@ -145,6 +162,12 @@ class EngineHost:
         if session is not None and self._worker is connection:
             dying = session.pid != 0 and exiting(session.pid)
             self.left(session, dead=session.lifeline.broken or dying)
+
+    async def let_go(self) -> None:
+        """Wait until the memory of an engine that hung up is let go, not for ever. What is salvaged of a dead
+        one takes its own time."""
+        if self.session is not None and self.session.closed:
+            await let_go(self.session.pages)
 
     def _watch_lifeline(self, session: EngineSession, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: report a killed engine before the kernel has torn it down."""

@@ -35,7 +35,7 @@ from segue_daemon.placement import Move, Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings
 from segue_daemon.shipment import Shipment
 from segue_daemon.tls import SecureSender
-from segue_daemon.wire import Slices, encode, send_bulk
+from segue_daemon.wire import Slices, encode, send_bulk, send_frames
 
 log = structlog.get_logger()
 
@@ -297,14 +297,15 @@ class Link:
                 self._throttle.take(await send_bulk(bulk, end), self._clock.now_ns())
                 await slices.share()
             while self._settings.replication.enabled:
-                ready = self._outbox.next(self._engine.drain, self._clock.now_ns())
+                ready = self._outbox.next_deltas(self._engine.drain, self._clock.now_ns())
                 if isinstance(ready, int):
                     self._look_again(ready)
                     break
                 # Charged before it is sent: another link may ask for the rest of the budget meanwhile.
-                self._throttle.take(len(ready.payload), self._clock.now_ns())
-                sent = await send_bulk(bulk, ready.delta, ready.payload)
-                self._throttle.take(sent - len(ready.payload), self._clock.now_ns())
+                nbytes = sum(len(each.payload) for each in ready)
+                self._throttle.take(nbytes, self._clock.now_ns())
+                sent = await send_frames(bulk, [(each.delta, each.payload) for each in ready])
+                self._throttle.take(sent - nbytes, self._clock.now_ns())
                 self._outbox.sent(sent)
                 self.sent_bytes += sent
                 await slices.share()
@@ -323,22 +324,26 @@ class Link:
     async def _listen(self, control: zmq.asyncio.Socket) -> None:
         slices = Slices(self._clock)
         while True:
-            await slices.share()
-            message = decode(await control.recv(), Control, peer=self.name)
+            messages = await control.recv_multipart()  # acks come several at once
             self._heard_ns = self._clock.now_ns()
-            if isinstance(message, Ack | Nack):
-                self._outbox.consumed(message.consumed_bytes)
-                self._answered(message)
-                self._ends.heard(message.number)
-                self._wake.set()
-                self._progressed.set()
-            elif isinstance(message, Pong):
-                if self._outbox.lacks_answer(message.consumed_bytes):
-                    raise Unavailable("an answer was lost")
-                self._hear_room(message)
-                for shipment in self._shipments.values():
-                    shipment.retry_refused(message.free_bytes, self._heard_ns)
-                self._wake.set()
+            for message in messages:
+                await slices.share()
+                self._hear(decode(message, Control, peer=self.name))
+
+    def _hear(self, message: Control) -> None:
+        if isinstance(message, Ack | Nack):
+            self._outbox.consumed(message.consumed_bytes)
+            self._answered(message)
+            self._ends.heard(message.number)
+            self._wake.set()
+            self._progressed.set()
+        elif isinstance(message, Pong):
+            if self._outbox.lacks_answer(message.consumed_bytes):
+                raise Unavailable("an answer was lost")
+            self._hear_room(message)
+            for shipment in self._shipments.values():
+                shipment.retry_refused(message.free_bytes, self._heard_ns)
+            self._wake.set()
 
     def _hear_room(self, pong: Pong) -> None:
         self.free_bytes = pong.free_bytes

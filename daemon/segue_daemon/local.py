@@ -25,7 +25,9 @@ from segue_core.framing import LENGTH, MAX_FRAME_BYTES, close_fds, decode, encod
 from segue_core.memory_handle import MAX_PIECES
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.local import Attach, Match, Refused, Register, Registered, Release, ToDaemon
-from segue_daemon.open_pages import warm_up
+from segue_daemon.engine import exported
+from segue_daemon.open_pages import open_beside
+from segue_daemon.pages import Pages
 from segue_daemon.supervise import Tasks, supervise
 
 log = structlog.get_logger()
@@ -62,12 +64,22 @@ class LocalHandler(Protocol):
         """(daemon incarnation, arena descriptor, arena bytes)."""
         ...
 
-    def register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
-        """Take an engine in (and its descriptors), or say why not."""
+    def refusal(self, message: Register) -> Refused | None:
+        """Why an engine cannot be taken in now, whatever it exports."""
+        ...
+
+    def register(
+        self, message: Register, fds: list[int], connection: Connection, pages: Pages | None
+    ) -> Refused | None:
+        """Take an engine in (and its descriptors and pages), or say why not."""
         ...
 
     def gone(self, connection: Connection) -> None:
         """The worker's connection ended: its process is dead or has let go."""
+        ...
+
+    async def let_go(self) -> None:
+        """Return once the memory of an engine that hung up is not mapped here any more, or late."""
         ...
 
     def match(self, message: Match, connection: Connection) -> None:
@@ -88,6 +100,7 @@ class LocalServer:
         self._tasks = Tasks()
         self._listener: socket.socket | None = None
         self._lock = -1
+        self._opening = False
 
     async def start(self) -> None:
         """Bind and accept. Raises StartupError if the folder cannot be used or another daemon listens."""
@@ -186,17 +199,30 @@ class LocalServer:
         return connection, isinstance(message, Register)
 
     async def _register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
-        """Hand an engine over, with its descriptors if it is taken in. What takes long on a GPU comes first,
-        in a thread."""
-        cool_down = await asyncio.to_thread(warm_up, message.geometry) if message.geometry.gpu else None
+        """Hand an engine over, with its descriptors if it is taken in. Memory on a GPU is opened before that,
+        beside the event loop, for one engine at a time."""
+        pages: Pages | None = None
+        if message.geometry.gpu:
+            refused = self._handler.refusal(message)
+            if refused is None and self._opening:
+                refused = Refused("the GPU memory of an engine is being opened; try again", retry=True)
+            if refused is not None:
+                return refused
+            self._opening = True
+            log.info("opening an engine's memory", engine=message.engine, gpu=message.geometry.gpu)
+            try:
+                pages = await open_beside(*exported(message, fds))
+            finally:
+                self._opening = False
         try:
-            refused = self._handler.register(message, list(fds), connection)
+            refused = self._handler.register(message, list(fds), connection, pages)
             if refused is None:
                 fds.clear()
+                pages = None
             return refused
         finally:
-            if cool_down is not None:
-                await asyncio.to_thread(cool_down)
+            if pages is not None:
+                pages.close()
 
     async def _converse(self, connection: Connection, worker: bool) -> None:
         try:
@@ -221,7 +247,11 @@ class LocalServer:
             # Leases are not ended here: a load may be under way. They end at their deadline.
             if worker:
                 self._handler.gone(connection)
-            connection.writer.close()
+            try:
+                if worker:
+                    await self._handler.let_go()
+            finally:
+                connection.writer.close()
 
     async def stop(self) -> None:
         """Stop accepting, cut connections, remove the socket file."""

@@ -1,17 +1,27 @@
 """Opens an engine's exported pages, on a host or on a GPU, as its geometry says.
 
 The one place that chooses. The GPU's modules, and with them the driver, are loaded only for an engine that
-needs them.
+needs them. Invariant: the event loop never waits for a driver that opens memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import structlog
 
 from segue_core.errors import ProtocolError, SegueError
 from segue_core.geometry import Geometry
 from segue_daemon.pages import HostPages, Pages
+
+log = structlog.get_logger()
+
+LET_GO_S = 2.0
+"""An engine whose memory is about to go waits for the daemon, but not for a GPU that is stuck."""
+LET_GO_POLL_S = 0.005
+NO_DESCRIPTORS = "start the daemon with a higher `ulimit -n`, above twice the engine's physical allocations"
 
 
 def open_pages(geometry: Geometry, fds: Sequence[int]) -> Pages:
@@ -30,24 +40,57 @@ def open_pages(geometry: Geometry, fds: Sequence[int]) -> Pages:
         raise ProtocolError(f"the KV cache on {geometry.gpu} cannot be mapped: {error}") from error
     except SegueError as error:
         raise ProtocolError(f"the KV cache on {geometry.gpu} cannot be read: {error}") from error
+    except OSError as error:
+        raise ProtocolError(
+            f"the KV cache on {geometry.gpu} cannot be mapped: {error}", hint=NO_DESCRIPTORS
+        ) from error
 
 
-def warm_up(geometry: Geometry) -> Callable[[], None]:
-    """Make the GPU's context in the calling thread, before the event loop has to wait for it; the result
-    gives it back. Problems show when the pages are opened."""
-    if geometry.gpu:
-        from segue_daemon.cuda.driver import CudaError, load
+async def open_beside(geometry: Geometry, fds: Sequence[int]) -> Pages:
+    """What `open_pages` opens on a GPU, while the event loop goes on; a driver that hangs costs this engine
+    its protection, after the deadlines of `CudaPages`. The descriptors must stay open meanwhile."""
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[Pages] = loop.create_future()
 
+    def deliver(pages: Pages | None, error: BaseException | None) -> None:
+        if pages is not None:
+            if opened.cancelled():
+                pages.close()
+            else:
+                opened.set_result(pages)
+        elif error is not None and not opened.cancelled():
+            opened.set_exception(error)
+
+    def work() -> None:
+        pages: Pages | None = None
+        error: BaseException | None = None
         try:
-            driver = load()
-            device = driver.device(geometry.gpu)
-            driver.retain_context(device)
-        except CudaError:
-            return lambda: None
+            pages = open_pages(geometry, fds)
+        except SegueError as raised:
+            error = raised
+        except Exception as raised:  # this thread's end: whoever waits must hear of it
+            log.exception("opening an engine's GPU memory failed", gpu=geometry.gpu)
+            error = ProtocolError(f"the KV cache on {geometry.gpu} cannot be opened: {raised!r}")
+        try:
+            loop.call_soon_threadsafe(deliver, pages, error)
+        except RuntimeError:  # the loop is closed: the daemon stops
+            if pages is not None:
+                pages.close()
 
-        def give_back() -> None:
-            with contextlib.suppress(CudaError):
-                driver.release_context(device)
+    threading.Thread(target=work, name="segue-gpu-open", daemon=True).start()
+    try:
+        return await opened
+    except asyncio.CancelledError:
+        if opened.done() and not opened.cancelled() and opened.exception() is None:
+            opened.result().close()
+        raise
 
-        return give_back
-    return lambda: None
+
+async def let_go(pages: Pages) -> None:
+    """Return once nothing of closed pages is held any more, or after `LET_GO_S`."""
+    deadline = asyncio.get_running_loop().time() + LET_GO_S
+    while not pages.let_go:
+        if asyncio.get_running_loop().time() > deadline:
+            log.warning("the GPU keeps an engine's memory", gpu=pages.geometry.gpu)
+            return
+        await asyncio.sleep(LET_GO_POLL_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from segue_daemon.bucket import Throttle
+from segue_daemon.differ import BATCH_BYTES
 from segue_daemon.shipment import Ready, Shipment
 
 
@@ -54,9 +55,9 @@ class Outbox:
         self._answered = max(self._answered, upto)
         self._consumed = min(max(self._consumed, upto), self._sent)
 
-    def next(self, drain: Callable[[], None], now_ns: int) -> Ready | int:
-        """The delta to send now; else when to look again, in ns (0: when something has happened). `drain`
-        applies the journal after the copy."""
+    def next_deltas(self, drain: Callable[[], None], now_ns: int) -> list[Ready] | int:
+        """The delta to send now, or several that are small; else when to look again, in ns (0: when something
+        has happened). `drain` applies the journal after the copies."""
         shipments = sorted(self.shipments.values(), key=lambda s: not s.urgent(now_ns))
         # A delta is at most half the window: with half of it free, the whole is never exceeded.
         if not any(s.waiting for s in shipments) or self.in_flight > self.window // 2:
@@ -67,9 +68,16 @@ class Outbox:
         if wait_ns:
             return wait_ns
         for shipment in shipments:
-            ready = shipment.next_delta(self.number + 1, drain, now_ns)
-            if ready is not None:
-                self.number += 1
+            ready = shipment.next_deltas(self.number + 1, drain, now_ns, self._tail_bytes(shipment))
+            if ready:
+                self.number = ready[-1].delta.number
                 return ready
         self.throttle.idle(now_ns)
         return 1
+
+    def _tail_bytes(self, shipment: Shipment) -> int:
+        """How much of small deltas may go at once, and one more: within half the window, and one at a time
+        where bandwidth is limited."""
+        differ = shipment.differ
+        room = self.window // 2 - max(differ.delta_bytes, differ.block_bytes)
+        return 0 if self.throttle.burst else max(0, min(BATCH_BYTES, room))

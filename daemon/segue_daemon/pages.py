@@ -1,4 +1,4 @@
-"""An engine's KV pages as the daemon sees them: mapped read only, copied out block by block.
+"""An engine's KV pages as the daemon sees them: mapped read only, copied out in whole blocks or slots.
 
 `Pages` is the interface; `HostPages` maps host memory by file descriptor, `cuda.pages.CudaPages` GPU memory.
 Nothing here can write to the engine. Invariants: only bytes that the validated geometry names are read; what
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,8 +42,20 @@ class Pages(Protocol):
         """Copy block `block` into `out` ((block_bytes,) uint8), fragments in geometry order."""
         ...
 
+    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
+        """Copy whole blocks into `out`, one behind the other. Yields how many of them are complete, from time
+        to time: they can be worked on while others are still copied. What is out of bounds is refused before
+        anything is copied. Once it is used up or closed, nothing is written to `out` any more, unless
+        PagesError was raised."""
+        ...
+
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
         """Copy slots [first, last) into `out`, in the order of `Geometry.slot_runs`; returns the bytes."""
+        ...
+
+    @property
+    def let_go(self) -> bool:
+        """Whether nothing of the memory is held any more: `close` may not wait for that."""
         ...
 
     def close(self) -> None:
@@ -91,6 +104,12 @@ class HostPages:
         self._check(block)
         _copy(self._groups, block, out)
 
+    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
+        for block in blocks:
+            self._check(block)
+        check_room(out, len(blocks) * self.geometry.block_bytes)
+        return one_by_one(self, blocks, out)
+
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
         self._check(block)
         groups = self._slot_groups.get((first, last))
@@ -100,6 +119,10 @@ class HostPages:
             self._slot_groups[first, last] = groups
         return _copy(groups, block, out)
 
+    @property
+    def let_go(self) -> bool:
+        return not self._maps
+
     def close(self) -> None:
         self._groups = []
         self._slot_groups = {}
@@ -108,6 +131,14 @@ class HostPages:
             with contextlib.suppress(BufferError):  # a view is still referenced: it goes with that
                 mapping.close()
         self._maps = []
+
+
+def one_by_one(pages: Pages, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
+    """`copy_blocks` by `copy_block`: each is worked on while it is in the processor's cache."""
+    nbytes = pages.geometry.block_bytes
+    for index, block in enumerate(blocks):
+        pages.copy_block(block, out[index * nbytes : (index + 1) * nbytes])
+        yield index + 1
 
 
 def check_block(geometry: Geometry, block: int) -> None:

@@ -144,6 +144,11 @@ class Planner:
     def tail_turn(self, tail: bool) -> None:
         self._turn = self._tails if tail else self._bulk
 
+    @property
+    def tail_next(self) -> bool:
+        """Whether a decode tail is due, and nothing comes before it."""
+        return bool(self._tails) and self._tail_bytes < self._bulk_turn_at
+
     def sent(self, sequence: Sequence, upto: int, now_ns: int = 0, nbytes: int | None = None) -> None:
         """The delta that was planned last went out, up to `upto` tokens; what remains is listed again.
         `nbytes`: what it took of the link (default: the KV of its tokens)."""

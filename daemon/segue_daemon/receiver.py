@@ -37,14 +37,15 @@ from segue_core.messages.peer import (
     Welcome,
 )
 from segue_core.service import LISTEN_HINT, listen_problem
+from segue_daemon.bulk_reader import BulkReader
 from segue_daemon.gate import Gate, control_router
 from segue_daemon.keys import Keys
-from segue_daemon.payload import Bulk, Payloads
+from segue_daemon.payload import Payloads
 from segue_daemon.replicas import Loss, Refusal
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.supervise import Tasks, supervise
-from segue_daemon.wire import Slices, encode, recv_bulk_header, tune
+from segue_daemon.wire import Slices, encode, tune
 from segue_daemon.writers import Losses, Lost, Writer
 
 log = structlog.get_logger()
@@ -56,7 +57,10 @@ SILENT_PERIODS = 5
 MAX_WRITERS = 1024
 MAX_LOSSES = 10_000
 """Losses that writers have not been told of yet."""
-FRAME_DEADLINE_S = 30.0
+MAX_ANSWERS_AT_ONCE = 32
+"""Acks that wait for each other, while deltas are there already, and go in one message."""
+MAX_ANSWERS_KEPT = 1024
+"""Acks that a writer has no room for; with more its link is over."""
 
 
 class Receiver:
@@ -158,7 +162,7 @@ class Receiver:
                     self._gate.check_name(message.name, frames[1])
                     await self._greet(identity, message)
                 elif isinstance(message, Ping):
-                    await self.send(identity, self._pong(identity, message))
+                    await self._ping(identity, message)
                 elif isinstance(message, Join | Report):
                     if isinstance(message, Join):
                         self._gate.check_name(message.name, frames[1])
@@ -169,13 +173,15 @@ class Receiver:
             except ProtocolError as error:
                 self._gate.say("control message ignored", "control", str(error))
 
-    def _pong(self, identity: bytes, ping: Ping) -> Pong:
+    async def _ping(self, identity: bytes, ping: Ping) -> None:
         writer = self._writers.get(identity)
         if writer is not None:
             writer.heard_ns = self._clock.now_ns()
+            await self._answer(writer)
         room, budget = self._store.evictor.room_bytes, self._store.budget.limit
-        running, consumed = self._running(), writer.consumed if writer is not None else 0
-        return Pong(ping.number, room, budget, running or 0, running is not None, consumed)
+        running, answered = self._running(), writer.answered if writer is not None else 0
+        pong = Pong(ping.number, room, budget, running or 0, running is not None, answered)
+        await self.send(identity, pong)
 
     async def _greet(self, identity: bytes, hello: Hello) -> None:
         group = self._settings.group
@@ -217,8 +223,11 @@ class Receiver:
 
     async def send(self, identity: bytes, message: Control) -> bool:
         """Answer; a peer that is gone or does not read is not waited for. Returns whether it went out."""
+        return await self._send_frames(identity, [encode(message)])
+
+    async def _send_frames(self, identity: bytes, messages: list[bytes]) -> bool:
         try:
-            await self._control.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
+            await self._control.send_multipart([identity, *messages], flags=zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -235,7 +244,7 @@ class Receiver:
         for writer in list(self._writers.values()):
             for loss in self._losses.take(writer.name):
                 log.debug("replica given up", peer=loss.writer, seq=loss.seq, reason=loss.reason.name)
-                nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.consumed)
+                nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.answered)
                 await self.send(writer.identity, nack)
 
     def _forget(self, writer: Writer) -> None:
@@ -294,23 +303,17 @@ class Receiver:
             tune(accepted)
             async with self._gate.newcomer(peer):
                 connection = await self._gate.admit(accepted)
-                hello, payload_bytes, _ = await recv_bulk_header(
-                    connection, peer=peer, limit=MAX_GREETING_BYTES
-                )
+                reader = BulkReader(connection, peer=peer)
+                hello, payload_bytes, _ = await reader.header(limit=MAX_GREETING_BYTES)
                 shown = self._writer_of(hello, payload_bytes, peer)
                 await self._gate.take(connection, shown.name)
                 if shown.bulk is not None or self._writers.get(shown.identity) is not shown:
                     raise ProtocolError(f"{shown.name}: a ticket is good once, and while its link lasts")
             writer = shown
             writer.bulk = asyncio.current_task()
-            peer = writer.name
-            slices = Slices(self._clock)
-            while True:
-                await slices.share()
-                message, payload_bytes, header_bytes = await recv_bulk_header(connection, peer=peer)
-                writer.heard_ns = self._clock.now_ns()
-                async with asyncio.timeout(FRAME_DEADLINE_S):
-                    await self._take(connection, writer, message, payload_bytes, header_bytes)
+            reader.peer = writer.name
+            reader.before_wait = lambda: self._answer(shown)
+            await self._take_all(reader, writer)
         except EOFError:
             pass
         except (ProtocolError, OSError, TimeoutError) as error:
@@ -318,11 +321,26 @@ class Receiver:
             if writer is None:
                 self._gate.say("bulk connection refused", peer.rpartition(":")[0], reason)
             else:
-                log.warning("bulk connection closed", peer=peer, reason=reason)
+                log.warning("bulk connection closed", peer=writer.name, reason=reason)
         finally:
             accepted.close()
             if writer is not None and self._writers.get(writer.identity) is writer:
                 self._forget(writer)
+
+    async def _take_all(self, reader: BulkReader, writer: Writer) -> None:
+        """Take frames for as long as they come."""
+        slices = Slices(self._clock)
+        try:
+            while True:
+                if len(writer.answers) >= MAX_ANSWERS_AT_ONCE or slices.over:
+                    await self._answer(writer)
+                    await slices.share()
+                message, payload_bytes, header_bytes = await reader.header()
+                writer.heard_ns = self._clock.now_ns()
+                await self._take(reader, writer, message, payload_bytes, header_bytes)
+        except (EOFError, ProtocolError):
+            await self._answer(writer)
+            raise
 
     def _writer_of(self, hello: object, payload_bytes: int, peer: str) -> Writer:
         if isinstance(hello, BulkHello) and not payload_bytes:
@@ -335,7 +353,7 @@ class Receiver:
 
     async def _take(
         self,
-        connection: Bulk,
+        reader: BulkReader,
         writer: Writer,
         message: object,
         payload_bytes: int,
@@ -352,20 +370,28 @@ class Receiver:
             raise ProtocolError(f"{writer.name}: delta of {announced} bytes in {payload_bytes}")
         if payload_bytes > self._settings.replication.window_bytes:
             raise ProtocolError(f"{writer.name}: delta of {payload_bytes} bytes is over the window")
-        outcome = await self._payloads.receive(connection, writer.name, message)
+        outcome = await self._payloads.receive(reader, writer.name, message)
         writer.consumed += header_bytes + payload_bytes
+        about = message.number, message.seq, message.epoch
         if isinstance(outcome, Refusal):
             log.debug("delta refused", peer=writer.name, seq=message.seq, reason=outcome.reason.name)
-            answer: Ack | Nack = Nack(
-                message.number,
-                message.seq,
-                message.epoch,
-                outcome.watermark,
-                outcome.reason,
-                writer.consumed,
-                outcome.fence,
-            )
+            reason, fence = outcome.reason, outcome.fence
+            answer: Ack | Nack = Nack(*about, outcome.watermark, reason, writer.consumed, fence)
         else:
-            answer = Ack(message.number, message.seq, message.epoch, outcome, writer.consumed)
+            answer = Ack(*about, outcome, writer.consumed)
             self._changed(message.seq)
-        await self.send(writer.identity, answer)
+        writer.answers.append(encode(answer))
+
+    async def _answer(self, writer: Writer) -> None:
+        """Send what is to be answered to `writer`. If that cannot be sent it is tried again with what comes
+        next, or at its next ping: a later ack would hide that an earlier one is missing. Raises ProtocolError
+        when too much waits."""
+        if not writer.answers:
+            return
+        answers, consumed, writer.answers = writer.answers, writer.consumed, []
+        if await self._send_frames(writer.identity, answers):
+            writer.answered = consumed
+            return
+        writer.answers = answers + writer.answers
+        if len(writer.answers) > MAX_ANSWERS_KEPT:
+            raise ProtocolError(f"{writer.name}: does not read its answers")

@@ -119,8 +119,14 @@ class MatchResult:
 
 def same_writer(replica: Replica, delta: Delta) -> bool:
     """Whether `delta` comes from the life of the writer that `replica` comes from."""
-    names = ("epoch", "incarnation", "fingerprint", "salt", "block_size", "block_bytes")
-    return all(getattr(replica, name) == getattr(delta, name) for name in names)
+    return (
+        replica.epoch == delta.epoch
+        and replica.incarnation == delta.incarnation
+        and replica.fingerprint == delta.fingerprint
+        and replica.salt == delta.salt
+        and replica.block_size == delta.block_size
+        and replica.block_bytes == delta.block_bytes
+    )
 
 
 def new_replica(delta: Delta, writer: str) -> Replica:
@@ -157,8 +163,10 @@ def keys_fit(replica: Replica, delta: Delta) -> bool:
     """Whether the keys of sealed parts follow from the ids; notes them in the replica's chain."""
     size = delta.block_size * TOKEN_BYTES
     position = delta.base // delta.block_size
-    ids = bytes(replica.token_ids[position * size :]) + delta.token_ids
     del replica.keys[position:]
+    if not any(part.key for part in delta.parts):
+        return True
+    ids = bytes(replica.token_ids[position * size :]) + delta.token_ids
     parent = replica.keys[-1] if replica.keys else root_key(replica.fingerprint, replica.salt)
     for number, part in enumerate(delta.parts):
         if not part.key:

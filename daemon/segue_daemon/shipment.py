@@ -1,6 +1,6 @@
 """What one peer gets of one engine life: planner and differ together, and how answers move them.
 
-No sockets, no clock: the link asks `next_delta` when it can send, reports acks and nacks, and says what time
+No sockets, no clock: the link asks `next_deltas` when it can send, reports acks and nacks, and says what time
 it is. Invariants: a delta is handed out only if every block it was copied from still belonged to its sequence
 after the copy; only answers to what was sent since the sequence began here count; a delta of changed items is
 built only where it is sure what the peer has.
@@ -23,7 +23,7 @@ from segue_daemon.settings import ReplicationSettings
 
 @dataclass(frozen=True)
 class Ready:
-    """A delta to send now; `payload` is valid until the next one is built."""
+    """A delta to send now; `payload` is valid until the next ones are built."""
 
     delta: Delta
     payload: memoryview
@@ -130,7 +130,7 @@ class Shipment:
 
     @property
     def waiting(self) -> bool:
-        """Whether `next_delta` has something to do now."""
+        """Whether `next_deltas` has something to do now."""
         return self.planner.waiting > 0
 
     def urgent(self, now_ns: int) -> bool:
@@ -138,24 +138,55 @@ class Shipment:
         return self.planner.urgent(now_ns)
 
     def next_delta(self, number: int, drain: Callable[[], None], now_ns: int = 0) -> Ready | None:
-        """Build the next delta. `drain` is called after the copy: it must apply the journal."""
+        """The next delta alone."""
+        ready = self.next_deltas(number, drain, now_ns)
+        return ready[0] if ready else None
+
+    def next_deltas(
+        self, number: int, drain: Callable[[], None], now_ns: int = 0, tail_bytes: int = 0
+    ) -> list[Ready]:
+        """Build the next delta, numbered `number`; behind a decode tail also those that come next, up to
+        `tail_bytes` (at most `BATCH_BYTES`) and one. `drain` is called after the copies: it must apply the
+        journal. Empty: there is nothing for now."""
         while True:
             if self.session.ledger.stale:
                 drain()
             if self.session.ledger.stale:
-                return None  # what is planned now could not be checked
+                return []  # what is planned now could not be checked
+            copies = self._copies(number, now_ns, tail_bytes)
+            if not copies:
+                return []
+            drain()
+            ready = []
+            for sequence, built, tail in copies:
+                if self.differ.still_good(sequence, built):
+                    self.planner.tail_turn = tail
+                    ready.append(self._hand_out(sequence, built, now_ns))
+                else:
+                    self._throw_away(built, now_ns)
+            if ready:
+                return ready
+
+    def _copies(self, number: int, now_ns: int, tail_bytes: int) -> list[tuple[Sequence, Built, bool]]:
+        """What is to be checked together: each with its sequence, and whether it is a decode tail."""
+        copies: list[tuple[Sequence, Built, bool]] = []
+        at = 0
+        while not copies or (
+            at < tail_bytes
+            and len(copies) < MAX_TAILS_AT_ONCE
+            and self.planner.tail_turn
+            and self.planner.tail_next
+        ):
             plan = self.planner.next(self.session.ledger.sequences.get, now_ns)
             if plan is None:
-                return None
+                break
             sequence = self.session.ledger.sequences[plan.seq]
-            built = self.differ.build(sequence, plan, number)
+            built = self.differ.build(sequence, plan, number + len(copies), at)
             if built is None:
                 continue  # its blocks are gone: the journal will say what became of it
-            drain()
-            if not self.differ.still_good(sequence, built):
-                self._throw_away(built, now_ns)
-                continue
-            return self._hand_out(sequence, built, now_ns)
+            copies.append((sequence, built, self.planner.tail_turn))
+            at += len(built.payload)
+        return copies
 
     def _throw_away(self, built: Built, now_ns: int) -> None:
         """`built` is torn; what there is of its sequence now is to be sent."""
@@ -322,3 +353,5 @@ RETRY_LATER = NackReason.CORRUPT.name.lower()
 MAX_REWINDS = 8
 """Rewinds of one sequence without an ack in between; after that it waits for the next sign of life."""
 MAX_RETRIES_AT_ONCE = 16
+MAX_TAILS_AT_ONCE = 32
+"""However small they are: each takes its time, in which nobody else is served, and has a header of its own."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,8 @@ class SecureReceiver:
         self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]
         self._buffer = memoryview(bytearray(HANDSHAKE_READ_BYTES))
         self._turn = TURN_BYTES
+        self.wait: Callable[[socket.socket], Awaitable[None]] = readable
+        """Called when nothing has come: returns once something has."""
         self.names: frozenset[str] = frozenset()
         """Those in the peer's certificate, once the handshake is over."""
 
@@ -194,14 +196,15 @@ class SecureReceiver:
         self.names = names_in(self._tls.getpeercert())
         self._buffer = memoryview(bytearray(READ_BYTES))
 
-    async def fill(self, target: memoryview) -> int:
-        """Fill `target`; less only if the stream ends before."""
-        have = 0
+    async def fill(self, target: memoryview, at_least: int | None = None) -> int:
+        """Fill `target`; less only if the stream ends before, or if `at_least` bytes or more are there and
+        nothing else has come."""
+        have, enough = 0, len(target) if at_least is None else at_least
         while have < len(target):
             try:
                 count = self._read(len(target) - have, target[have:])
             except ssl.SSLWantReadError:
-                if not await self._more():
+                if have >= enough or not await self._more():
                     return have
                 continue
             except ssl.SSLError as error:
@@ -219,7 +222,12 @@ class SecureReceiver:
 
     async def _more(self) -> bool:
         await self._flush()  # of the handshake, or that this side renews its keys too: that would pile up
-        count = await asyncio.get_running_loop().sock_recv_into(self._socket, self._buffer)
+        while True:
+            try:
+                count = self._socket.recv_into(self._buffer)
+                break
+            except BlockingIOError:
+                await self.wait(self._socket)
         self._in.write(self._buffer[:count])
         await self._spend(count)
         return count > 0

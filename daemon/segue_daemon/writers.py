@@ -31,6 +31,10 @@ class Writer:
     ticket: int
     heard_ns: int
     consumed: int = 0
+    answers: list[bytes] = field(default_factory=list, repr=False)
+    """Acks and nacks to it that wait for each other, at the latest until its bulk is waited for."""
+    answered: int = 0
+    """`consumed` when they went last: nothing else that it is told may say more, or it would miss them."""
     bulk: asyncio.Task[None] | None = field(default=None, repr=False)
 
 

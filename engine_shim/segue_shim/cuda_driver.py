@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from segue_core.errors import SegueError
 
@@ -22,10 +22,11 @@ STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
 CAN_WRITE_VALUE_64 = 122
 READ_ONLY_REGISTER_SUPPORTED = 113
-POINTER_DEVICE_ORDINAL = 9
+POINTER_BUFFER_ID, POINTER_DEVICE_ORDINAL = 7, 9
 IN_STREAM_ORDER = 1
 """Numbers of cuda.h: of CUdevice_attribute, CUpointer_attribute, CUmemcpySrcAccessOrder."""
 MISSING = "this driver does not have it"
+WHAT_TO_DO = "start the engine again to have it protected; if it stays so, see docs/gpu.md"
 
 
 class AllocationLocation(ctypes.Structure):
@@ -99,11 +100,14 @@ ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
         ),
     ),
     "cuStreamCreate": (2000, (POINTER(c_void_p), c_uint)),
+    "cuStreamDestroy": (4000, (c_void_p,)),
     "cuStreamSynchronize": (2000, (c_void_p,)),
     "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
     "cuStreamWriteValue64": (11070, (c_void_p, c_uint64, c_uint64, c_uint)),
     "cuEventCreate": (2000, (POINTER(c_void_p), c_uint)),
+    "cuEventDestroy": (4000, (c_void_p,)),
     "cuEventRecord": (2000, (c_void_p, c_void_p)),
+    "cuEventSynchronize": (2000, (c_void_p,)),
 }
 
 
@@ -111,7 +115,7 @@ class CudaCallError(SegueError):
     """A driver call failed: `call` and the driver's `name` for what went wrong."""
 
     def __init__(self, call: str, name: str) -> None:
-        super().__init__(f"{call}: {name}")
+        super().__init__(f"{call}: {name}", hint=WHAT_TO_DO)
         self.call = call
         self.name = name
 
@@ -125,6 +129,8 @@ class Range(NamedTuple):
 
 class CudaDriver:
     """The calls. Addresses, streams and handles are plain ints."""
+
+    entry_points: ClassVar = ENTRY_POINTS
 
     def __init__(self) -> None:
         """Raises CudaCallError without a driver."""
@@ -141,7 +147,7 @@ class CudaDriver:
     def _function(self, name: str) -> Any:
         found = self._functions.get(name)
         if found is None:
-            version, arguments = ENTRY_POINTS[name]
+            version, arguments = self.entry_points[name]
             address = c_void_p()
             status = self._lookup(name.encode(), byref(address), version, 0, None)
             if status or not address.value:
@@ -153,9 +159,26 @@ class CudaDriver:
         """One call by name; the arguments are as in ENTRY_POINTS. Raises CudaCallError."""
         status = self._function(name)(*arguments)
         if status:
-            text = c_char_p()
+            raise CudaCallError(name, self._name_of(status))
+
+    def _name_of(self, status: int) -> str:
+        text = c_char_p()
+        try:
             known = self._function("cuGetErrorName")(status, byref(text)) == 0 and text.value
-            raise CudaCallError(name, known.decode() if known else f"error {status}")
+        except CudaCallError:
+            known = None
+        return known.decode() if known else f"error {status}"
+
+    def insist(self, name: str, *arguments: Any) -> None:
+        """A call that lets something go or waits for it, made once more if it fails: that may have been
+        another's failure. Raises the first one's."""
+        try:
+            self.call(name, *arguments)
+        except CudaCallError as error:
+            try:
+                self.call(name, *arguments)
+            except CudaCallError:
+                raise error from None
 
     # -- device and context -------------------------------------------------------------------
 
@@ -183,6 +206,10 @@ class CudaDriver:
         self.call("cuDevicePrimaryCtxRetain", byref(context), device)
         return context.value or 0
 
+    def release_context(self, device: int) -> None:
+        """Give up what `primary_context` returned."""
+        self.insist("cuDevicePrimaryCtxRelease", device)
+
     def enter(self, context: int) -> None:
         """Make `context` current in this thread, unless one is."""
         current = c_void_p()
@@ -197,6 +224,12 @@ class CudaDriver:
         base, nbytes = c_uint64(), c_size_t()
         self.call("cuMemGetAddressRange", byref(base), byref(nbytes), address)
         return Range(base.value, nbytes.value)
+
+    def identity(self, address: int) -> int:
+        """Which memory is at `address`: a number that no other memory of this process ever has."""
+        number = c_uint64()
+        self.call("cuPointerGetAttribute", byref(number), POINTER_BUFFER_ID, address)
+        return number.value
 
     def ipc_handle(self, address: int) -> bytes:
         """The 64 bytes by which another process opens the allocation at `address`."""
@@ -217,7 +250,7 @@ class CudaDriver:
 
     def release(self, handle: int) -> None:
         """Give up what `retain` returned."""
-        self.call("cuMemRelease", handle)
+        self.insist("cuMemRelease", handle)
 
     def properties(self, handle: int) -> AllocationProperties:
         """How a physical allocation was made."""
@@ -245,7 +278,7 @@ class CudaDriver:
 
     def unregister_host(self, address: int) -> None:
         """The memory is ordinary again."""
-        self.call("cuMemHostUnregister", address)
+        self.insist("cuMemHostUnregister", address)
 
     def device_pointer(self, address: int) -> int:
         """Where the GPU sees page-locked host memory."""
@@ -263,15 +296,31 @@ class CudaDriver:
         self.call("cuStreamCreate", byref(stream), STREAM_NON_BLOCKING)
         return stream.value or 0
 
+    def destroy_stream(self, stream: int) -> None:
+        """What is queued in it still runs."""
+        self.insist("cuStreamDestroy", stream)
+
+    def destroy_event(self, event: int) -> None:
+        """It is not needed any more."""
+        self.insist("cuEventDestroy", event)
+
     def create_event(self) -> int:
         """An event of this process."""
         event = c_void_p()
         self.call("cuEventCreate", byref(event), EVENT_DISABLE_TIMING)
         return event.value or 0
 
+    def record(self, event: int, stream: int) -> None:
+        """`event` stands for what is queued in `stream` now."""
+        self.call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: int) -> None:
+        """Wait until what `event` stands for is done; nothing if it was never recorded."""
+        self.call("cuEventSynchronize", event)
+
     def follow(self, stream: int, other: int, event: int) -> None:
         """What is queued in `stream` from now on runs after what `other` has now."""
-        self.call("cuEventRecord", event, other)
+        self.record(event, other)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
     def scatter(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
@@ -294,5 +343,5 @@ class CudaDriver:
             self.call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait until the stream is empty."""
-        self.call("cuStreamSynchronize", stream)
+        """Wait until the stream is empty, even if something in it has failed, and that is raised."""
+        self.insist("cuStreamSynchronize", stream)

@@ -16,7 +16,7 @@ from segue_core.errors import GeometryError
 from segue_core.geometry import Geometry, Region
 from segue_core.memory_handle import MAX_PIECES, MemoryHandle, uuid_text
 from segue_shim.cuda_driver import POSIX_FD, CudaCallError, CudaDriver
-from segue_shim.regions import region_of
+from segue_shim.regions import Axes, region_of
 
 NO_DESCRIPTOR = (
     "the KV cache is in memory of the driver's virtual memory calls that was made without descriptors."
@@ -31,6 +31,8 @@ NO_IPC = (
     "the KV cache is in memory that the driver does not share ({reason}): start the engine with"
     " PYTORCH_CUDA_ALLOC_CONF=backend:native, without MIG, and see docs/gpu.md"
 )
+
+CHANGED = "the KV cache's memory changed while it was looked at: start the engine again, and see docs/gpu.md"
 
 
 class DeviceTensor(NamedTuple):
@@ -73,7 +75,7 @@ def export_tensors(
     *,
     num_blocks: int,
     block_size: int,
-    axes: tuple[str, ...] | None = None,
+    axes: Axes = None,
 ) -> DeviceExport:
     """Describe and export `tensors`, in this order. A context must be current.
 
@@ -153,9 +155,12 @@ def _pieces(driver: CudaDriver, tensor: DeviceTensor) -> list[_Piece]:
     Found by asking for the allocation at every step of the granularity: it is the same as long as one lasts.
     """
     handle = driver.retain(tensor.address)
-    assert handle is not None
-    step = driver.granularity(driver.properties(handle))
-    driver.release(handle)
+    if handle is None:
+        raise GeometryError(CHANGED)
+    try:
+        step = driver.granularity(driver.properties(handle))
+    finally:
+        driver.release(handle)
     start = tensor.address // step * step
     while _at(driver, start - step) == handle:
         start -= step
@@ -200,7 +205,8 @@ def _handle(driver: CudaDriver, span: _Span, uuid: str, fds: list[int]) -> Memor
 
 def _descriptor(driver: CudaDriver, piece: _Piece) -> int:
     handle = driver.retain(piece.base)
-    assert handle is not None
+    if handle is None:
+        raise GeometryError(CHANGED)
     try:
         if not driver.properties(handle).requested_handle_types & POSIX_FD:
             raise GeometryError(NO_DESCRIPTOR)
@@ -212,7 +218,7 @@ def _descriptor(driver: CudaDriver, piece: _Piece) -> int:
 
 
 def _regions(
-    tensors: Sequence[DeviceTensor], spans: list[_Span], num_blocks: int, axes: tuple[str, ...] | None
+    tensors: Sequence[DeviceTensor], spans: list[_Span], num_blocks: int, axes: Axes
 ) -> tuple[Region, ...]:
     """Where each tensor's blocks are in their span."""
     regions: dict[tuple[int, int], Region] = {}

@@ -7,9 +7,7 @@ and all of them are complete when `copy` returns.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from segue_shim.cuda_driver import (
     CudaDriver,
 )
 from segue_shim.cuda_export import DeviceExport
+from segue_shim.cuda_staging import Staging
 from segue_shim.plan import check_load
 
 if TYPE_CHECKING:
@@ -28,10 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("segue_shim")
 
-BOUNCE_BYTES = 8 << 20
-"""Page-locked memory for loads from an arena that cannot be page-locked itself."""
-BATCH_BYTES = 64 << 20
-"""Queued at once, so that the lists of pieces stay short."""
+STAGED_BYTES = 4 << 20
+"""Of loads from an arena that cannot be page-locked itself: so much is copied while the GPU takes as much."""
+BATCH_BYTES = 16 << 20
+BATCH_COPIES = 4096
+"""Queued in one call: bounds what is built for it, which is done while the GPU copies the batch before."""
 
 
 class CudaLoader:
@@ -42,16 +42,31 @@ class CudaLoader:
         self._driver = driver
         self._geometry = export.geometry
         self._device = export.device
+        self._undo: list[Callable[[], None]] = []
         self._context = driver.primary_context(export.device)
-        self._stream = driver.create_stream()
-        self._event = driver.create_event()
+        self._undo.append(lambda: driver.release_context(export.device))
+        try:
+            self._stream = driver.create_stream()
+            self._undo.append(lambda: driver.destroy_stream(self._stream))
+            self._event = driver.create_event()
+            self._undo.append(lambda: driver.destroy_event(self._event))
+        except CudaCallError:
+            self.close()
+            raise
         self._engine_stream = stream
         self._targets = [
             (export.bases[f.handle] + f.offset, f.block_stride) for f in export.geometry.fragments
         ]
         self._sizes = [fragment.nbytes for fragment in export.geometry.fragments]
-        self._bounce = 0
-        self._bounce_map: mmap.mmap | None = None
+        self._staging: Staging | None = None
+
+    def close(self) -> None:
+        """Nothing is loaded any more. Raises nothing."""
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except CudaCallError as error:
+                logger.warning("segue: a load's means were not given back: %s: %s", error.call, error.name)
 
     def prepare(self, arena: Arena) -> None:
         """Page-lock `arena`, in whatever thread, so that loads are direct. Without it they are only
@@ -64,7 +79,11 @@ class CudaLoader:
                 flags |= HOST_REGISTER_READ_ONLY
             driver.register_host(address, arena.nbytes, flags)
         except CudaCallError as error:
-            logger.info("segue: the replica arena is not page-locked, loads take a second step: %s", error)
+            logger.info(
+                "segue: the replica arena is not page-locked, loads take a second step: %s: %s",
+                error.call,
+                error.name,
+            )
             return
         arena.lock(lambda: self._unlock(address))
 
@@ -73,7 +92,7 @@ class CudaLoader:
             self._driver.enter(self._context)
             self._driver.unregister_host(address)
         except CudaCallError as error:
-            logger.warning("segue: the replica arena could not be unlocked: %s", error)
+            logger.warning("segue: the replica arena could not be unlocked: %s: %s", error.call, error.name)
 
     def copy(self, arena: Arena, block_ids: Sequence[int], extents: Sequence[int]) -> int:
         """Fill block `block_ids[i]` from arena offset `extents[i]`; returns the bytes copied, all of them
@@ -85,21 +104,31 @@ class CudaLoader:
         check_load(self._geometry, arena.nbytes, block_ids, extents)
         self._driver.enter(self._context)
         self._driver.follow(self._stream, self._engine_stream(), self._event)
-        block_bytes = self._geometry.block_bytes
-        start = arena.address
-        direct = arena.locked
-        at_once = max(1, (BATCH_BYTES if direct else BOUNCE_BYTES) // block_bytes)
+        block_bytes, start = self._geometry.block_bytes, arena.address
         try:
+            staging = None if arena.locked else self._staged()
+            at_once = self._at_once(BATCH_BYTES if staging is None else STAGED_BYTES)
             for first in range(0, len(block_ids), at_once):
                 sources = [start + extent for extent in extents[first : first + at_once]]
-                if not direct:
-                    sources = self._staged(sources)
+                if staging is not None:
+                    sources = staging.put(sources, block_bytes)
                 self._scatter(block_ids[first : first + at_once], sources)
-                if not direct:
-                    self._driver.synchronize(self._stream)  # the bounce buffer is filled again
+                if staging is not None:
+                    staging.queued(self._stream)
         finally:
             self._driver.synchronize(self._stream)
         return len(block_ids) * block_bytes
+
+    def _at_once(self, nbytes: int) -> int:
+        """How many blocks one batch copies, of at most `nbytes` if a block is no larger."""
+        return max(1, min(nbytes // self._geometry.block_bytes, BATCH_COPIES // len(self._sizes)))
+
+    def _staged(self) -> Staging:
+        if self._staging is None:
+            made = Staging(self._driver, max(STAGED_BYTES, self._geometry.block_bytes))
+            self._undo.append(made.close)
+            self._staging = made
+        return self._staging
 
     def _scatter(self, block_ids: Sequence[int], sources: Sequence[int]) -> None:
         targets = [at + block * stride for block in block_ids for at, stride in self._targets]
@@ -109,17 +138,3 @@ class CudaLoader:
                 pieces.append(source)
                 source += nbytes
         self._driver.scatter(targets, pieces, self._sizes * len(block_ids), self._stream)
-
-    def _staged(self, sources: Sequence[int]) -> list[int]:
-        """Copies of the blocks at `sources` in page-locked memory."""
-        block_bytes = self._geometry.block_bytes
-        if self._bounce_map is None:
-            room = max(BOUNCE_BYTES, block_bytes)
-            made = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(made))
-            self._driver.register_host(address, room, HOST_REGISTER_PORTABLE)
-            self._bounce_map, self._bounce = made, address
-        staged = [self._bounce + index * block_bytes for index in range(len(sources))]
-        for target, source in zip(staged, sources, strict=True):
-            ctypes.memmove(target, source, block_bytes)
-        return staged

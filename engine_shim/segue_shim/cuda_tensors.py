@@ -10,6 +10,7 @@ import torch
 from segue_core.errors import GeometryError
 from segue_shim.cuda_export import DeviceTensor
 from segue_shim.cuda_side import CudaSide
+from segue_shim.regions import Axes
 
 
 def on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -24,7 +25,7 @@ def cuda_side(
     *,
     num_blocks: int,
     block_size: int,
-    axes: tuple[str, ...] | None = None,
+    axes: Axes = None,
 ) -> CudaSide:
     """The side of an engine whose KV tensors these are. Raises GeometryError."""
     devices = {tensor.device for tensor in tensors.values()}

@@ -6,6 +6,7 @@ behind them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from segue_core.errors import GeometryError
@@ -14,6 +15,7 @@ from segue_shim.cuda_driver import (
     CAN_WRITE_VALUE_64,
     HOST_REGISTER_MAPPED,
     HOST_REGISTER_PORTABLE,
+    CudaCallError,
     CudaDriver,
 )
 
@@ -29,8 +31,25 @@ class GpuTimeline:
         self._stream = stream
         self._timeline = Timeline()
         flags = HOST_REGISTER_PORTABLE | HOST_REGISTER_MAPPED
-        driver.register_host(self._timeline.address, TIMELINE_BYTES, flags)
-        self._pointer = driver.device_pointer(self._timeline.address)
+        self._locked = False
+        try:
+            driver.register_host(self._timeline.address, TIMELINE_BYTES, flags)
+            self._locked = True
+            self._pointer = driver.device_pointer(self._timeline.address)
+        except BaseException:
+            with contextlib.suppress(CudaCallError):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Nobody marks a step any more; safe to call twice. Raises CudaCallError; the descriptor is closed
+        then, too."""
+        locked, self._locked = self._locked, False
+        try:
+            if locked:
+                self._driver.unregister_host(self._timeline.address)
+        finally:
+            self._timeline.close()
 
     @property
     def fd(self) -> int:

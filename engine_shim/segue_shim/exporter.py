@@ -27,6 +27,7 @@ from segue_core.messages.local import MAX_DETAIL_CHARS, Notice, Register
 from segue_core.messages.status import Exact
 from segue_core.ring import Word
 from segue_shim.channel import Channel
+from segue_shim.cuda_driver import CudaCallError
 from segue_shim.cuda_loader import CudaLoader
 from segue_shim.cuda_side import CudaSide
 from segue_shim.cuda_tensors import cuda_side, on_gpu
@@ -35,12 +36,15 @@ from segue_shim.layout import Pages, share_pages
 from segue_shim.loader import Loader
 from segue_shim.options import ExporterOptions
 from segue_shim.plan import Load, LoadResult, StepPlan
+from segue_shim.regions import Axes
 from segue_shim.registrar import Listener, Registrar
 from segue_shim.table import LiveTable
 
 logger = logging.getLogger("segue_shim")
 
 IDLE = StepPlan()
+LET_GO_S = 3.0
+"""How long a daemon that lets go of memory is waited for: it takes milliseconds unless its GPU is stuck."""
 ANNOUNCE_SHARE = 4
 """Announcements take at most this part of the free ring, so that the record that holds them fits even
 where the ring's end splits the free room, and the step's own news find room beside them."""
@@ -107,7 +111,7 @@ class Exporter:
         *,
         num_blocks: int,
         block_size: int,
-        axes: tuple[str, ...] | None = None,
+        axes: Axes = None,
     ) -> bool:
         """Share the engine's KV memory and start registering it. False: not understood, unprotected."""
         try:
@@ -174,6 +178,10 @@ class Exporter:
     @contained(nothing)
     def begin(self, plan: StepPlan) -> None:
         """A step is about to run as `plan` says: call before anything is overwritten."""
+        if self._gpu is not None and self._gpu.moved:
+            logger.warning("segue: the KV cache's memory was exchanged; sharing it anew")
+            self.suspend()
+            self.resume()
         self._adopt()
         self._plan = plan
         self._step += 1
@@ -199,14 +207,22 @@ class Exporter:
             return
         self._in_step = False
         record = self._table.commit(self._plan, self._step, failed_blocks, unsure_blocks)
-        if self._gpu is not None:
-            self._gpu.mark(self._step)
+        if self._gpu is not None and self._registrar is not None and not self._marked(self._gpu):
+            return
         channel = self._channel
         if channel is None:
             return
         self._append(channel, record)
         channel.ring.set(Word.STEP_CHANGED_NS, self._clock.now_ns())
         channel.ring.set(Word.STEP_COMMITTED, self._step)
+
+    def _marked(self, gpu: CudaSide) -> bool:
+        try:
+            gpu.mark(self._step)
+        except CudaCallError as error:
+            self.give_up(f"its GPU cannot say which steps are complete: {error}")
+            return False
+        return True
 
     def _append(self, channel: Channel, record: msgspec.Struct | None) -> None:
         if record is not None and not channel.append(self._encoder.encode(record)):
@@ -251,6 +267,9 @@ class Exporter:
                 "segue: a replica of %d tokens does not fit, computing instead: %s", load.tokens, error
             )
             return None
+        except CudaCallError as error:
+            self.give_up(f"a replica cannot be copied to its GPU: {error}")
+            return None
         if self._clock.now_ns() >= source.deadline_ns:
             logger.warning(
                 "segue: the lease on a replica of %d tokens ran out, computing instead", load.tokens
@@ -261,6 +280,35 @@ class Exporter:
     def _failed(self, load: Load) -> LoadResult:
         source = load.sources[self._rank]
         return LoadResult(source.daemon, source.lease, 0, load.block_ids)
+
+    # -- memory that goes and comes back ---------------------------------------------------------
+
+    def suspend(self) -> None:
+        """The KV memory is about to go, for an engine that sleeps: have the daemon let go of it, and hold
+        nothing of it. Waits at most `LET_GO_S`; whatever the memory held is forgotten. Raises nothing."""
+        if self._gpu is None:
+            return
+        registrar, self._registrar = self._registrar, None
+        if registrar is not None and not registrar.leave(LET_GO_S):
+            logger.warning("segue: the daemon has not let go of the KV cache yet, which goes now")
+        self._adopt()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._table = LiveTable()
+        self._gpu.withdraw()
+
+    @contained(nothing)
+    def resume(self) -> None:
+        """The KV memory is back, under the same addresses: export it anew, and register again."""
+        if self._gpu is None or self._registrar is not None:
+            return
+        try:
+            self._gpu.share()
+        except GeometryError as error:
+            self.refuse(str(error))
+            return
+        self._start(Pages(self._gpu.geometry, ()))
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -278,13 +326,17 @@ class Exporter:
             channel.append(self._encoder.encode(Begin(self._step, True, b"", (), (), (), ())))
             channel.ring.set(Word.RUNNING, 0)
 
-    @contained(nothing)
     def close(self) -> None:
-        """The engine shuts down: hang up."""
-        if self._registrar is not None:
-            self._registrar.close()
-            self._registrar = None
-        self._adopt()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """The engine shuts down: hang up, broken or not. Raises nothing."""
+        try:
+            if self._registrar is not None:
+                self._registrar.close()
+                self._registrar = None
+            self._adopt()
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            if self._gpu is not None:  # its descriptors would keep the memory as long as this process lives
+                self._gpu.withdraw()
+        except Exception:  # an exception that leaves an engine's hook ends the engine
+            logger.exception("segue: could not let go cleanly")

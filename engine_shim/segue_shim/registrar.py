@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -28,6 +29,8 @@ logger = logging.getLogger("segue_shim")
 
 PEER = "segue-daemon"
 MAX_REPLY_BYTES = 1 << 16
+GPU_REPLY_TIMEOUT_S = 45.0
+"""A daemon may take so long to open memory on a GPU: above its own deadlines for that."""
 
 
 class Listener(NamedTuple):
@@ -80,14 +83,35 @@ class Registrar:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Hang up and stop; safe to call twice."""
+        self._hang_up(socket.SHUT_RDWR)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def leave(self, timeout_s: float) -> bool:
+        """Hang up, and wait until the daemon has let go of everything; False if it did not in time. What the
+        thread still does on this side, page-locking a large arena, is not waited for."""
+        self._stopped.set()  # no other connection comes after the one that is watched
+        watched: socket.socket | None = None
+        with self._lock, contextlib.suppress(OSError):  # without a descriptor the thread says when
+            watched = self._connection.dup() if self._connection is not None else None
+        self._hang_up(socket.SHUT_WR)
+        if watched is None:
+            if self._thread.is_alive():
+                self._thread.join(timeout_s)
+            left = not self._thread.is_alive()
+        else:
+            with watched:
+                left = _closed_within(watched, timeout_s)
+        self.close(0.0)
+        return left
+
+    def _hang_up(self, how: int) -> None:
         self._stopped.set()
         with self._lock:
             if self._connection is not None:
                 # An error means that it was gone already.
                 with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+                    self._connection.shutdown(how)
 
     def _run(self) -> None:
         pause_ms = self._options.retry_min_ms
@@ -132,6 +156,9 @@ class Registrar:
                 self._connection = connection
             try:
                 channel = self._register(connection, lifeline)
+                if self._stopped.is_set():
+                    channel.close()
+                    return True
                 self._trouble = ""
                 logger.info("segue: registered with segue-daemon at %s", self._path)
                 arena = channel.arena
@@ -144,8 +171,8 @@ class Registrar:
                         del arena
                     self._listen(connection)
                 finally:
-                    self._listener.down()
-                    if not self._stopped.is_set():
+                    if not self._stopped.is_set():  # else whoever stopped it has given the channel up
+                        self._listener.down()
                         logger.warning(
                             "segue: lost segue-daemon at %s: unprotected till it is back", self._path
                         )
@@ -166,11 +193,15 @@ class Registrar:
             pages = [read_only(fd) for fd in (self._page_fds if gpu is None else (gpu.timeline_fd,))]
             try:
                 fds = [channel.ring_fd, channel.doorbell_fd, lifeline.fd, *pages]
-                fds += gpu.memory_fds if gpu is not None else ()
-                send_with_fds(connection, self._message, fds)
+                with self._lock:  # whoever has stopped this may close the memory's descriptors
+                    if self._stopped.is_set():
+                        raise ConnectionAbortedError("no longer wanted")
+                    fds += gpu.memory_fds if gpu is not None else ()
+                    send_with_fds(connection, self._message, fds)
             finally:
                 close_fds(pages)
-            connection.settimeout(self._options.reply_timeout_ms / 1000)
+            reply_s = self._options.reply_timeout_ms / 1000
+            connection.settimeout(max(reply_s, GPU_REPLY_TIMEOUT_S) if gpu is not None else reply_s)
             channel.arena = self._receive_arena(connection)
         except BaseException:
             channel.close()
@@ -192,9 +223,9 @@ class Registrar:
             close_fds(fds)
 
     def _listen(self, connection: socket.socket) -> None:
-        """Until the daemon hangs up."""
+        """Until the daemon hangs up, which it does once it has let go."""
         connection.settimeout(None)
-        while not self._stopped.is_set():
+        while True:
             try:
                 body, fds = recv_with_fds(connection, peer=PEER, limit=MAX_REPLY_BYTES)
             except ConnectionError:
@@ -213,3 +244,10 @@ class Registrar:
         if trouble != self._trouble and not self._stopped.is_set():
             self._trouble = trouble
             logger.warning("segue: %s", trouble)
+
+
+def _closed_within(connection: socket.socket, timeout_s: float) -> bool:
+    """Wait until the other side of a connection that was hung up here has hung up, too."""
+    poll = select.poll()
+    poll.register(connection, 0)  # the end is told in any case
+    return bool(poll.poll(timeout_s * 1000))

@@ -80,7 +80,10 @@ def _need(condition: bool, what: str) -> None:
 
 def _output(vllm_config: VllmConfig) -> None:
     _need(__version__.startswith(TESTED), f"not tested with vLLM {__version__}")
-    _need(not vllm_config.use_v2_model_runner, "not tested on the V2 model runner")
+    _need(
+        not vllm_config.use_v2_model_runner,
+        "not tried on the V2 model runner: with VLLM_USE_V2_MODEL_RUNNER=0 vLLM takes the other one",
+    )
     _need(vllm_front_end.installed(), "vLLM has not loaded the plugin 'segue': see VLLM_PLUGINS")
     _need(vllm_worker_state.installed(), "the model runner has another batch")
     _show_request()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from segue_core.geometry import Geometry
 from segue_daemon.open_pages import open_pages
 from segue_daemon.pages import Pages
+from support import real_driver
 from support.cuda_double import Control
 
 state: dict[str, Any] = {}
@@ -43,6 +45,30 @@ def copy_block(block: int, nbytes: int, pinned: bool = False) -> bytes:
     pages().copy_block(block, room[:nbytes])
     assert (room[nbytes:] == 0xA5).all(), "written past the end"
     return room[:nbytes].tobytes()
+
+
+def copy_blocks(blocks: list[int], nbytes: int, pinned: bool = False) -> list[list[Any]]:
+    """Copy `nbytes` of blocks: [how many are said to be complete, digest of what is new of that] as it
+    goes."""
+    room = pages().buffer(nbytes + ROOM) if pinned else np.empty(nbytes + ROOM, np.uint8)
+    room[:] = 0xA5
+    said: list[list[Any]] = []
+    for complete in pages().copy_blocks(blocks, room[:nbytes]):
+        before = said[-1][0] if said else 0
+        size = pages().geometry.block_bytes
+        said.append([complete, hashlib.blake2b(room[before * size : complete * size]).hexdigest()])
+    assert (room[nbytes:] == 0xA5).all(), "written past the end"
+    return said
+
+
+def refused_blocks(blocks: list[int], nbytes: int) -> list[Any]:
+    """[the exception that a copy of blocks raises, whether anything was written]."""
+    room = np.full(nbytes, 0xA5, np.uint8)
+    try:
+        pages().copy_blocks(blocks, room)
+    except Exception as error:
+        return [type(error).__name__, bool((room != 0xA5).any())]
+    return ["none", False]
 
 
 def copy_slots(block: int, first: int, last: int, room_bytes: int) -> tuple[int, bytes]:
@@ -84,4 +110,8 @@ def kept_buffer() -> int:
 def held() -> list[Any]:
     """[descriptors, mappings of shared memory, what the driver's double counts] of this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return [len(os.listdir("/proc/self/fd")), sum("memfd:" in line for line in maps), Control().counts()]
+    shared = sum("memfd:" in line for line in maps)
+    if real_driver.wanted():  # it counts nothing, and which of its own devices it keeps open is its affair
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return [sum(not link.startswith("/dev/nvidia") for link in links), shared]
+    return [len(os.listdir("/proc/self/fd")), shared, Control().counts()]

@@ -89,7 +89,15 @@ def allocate(kind: str, driver: Any) -> int:
     properties.requestedHandleTypes = types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     if kind == "cuda_vmm_unshared":
         properties.requestedHandleTypes = types.CU_MEM_HANDLE_TYPE_NONE
-    at = address = int(checked(driver.cuMemAddressReserve(sum(PIECES), 0, 0, 0)))
+    address = int(checked(driver.cuMemAddressReserve(sum(PIECES), 0, 0, 0)))
+    state.update(memory=address, properties=properties)
+    back(address, properties, driver)
+    return address
+
+
+def back(address: int, properties: Any, driver: Any) -> None:
+    """Put new physical memory behind reserved addresses."""
+    at = address
     for nbytes in PIECES:
         allocation = checked(driver.cuMemCreate(nbytes, properties, 0))
         checked(driver.cuMemMap(at, nbytes, 0, allocation, 0))
@@ -99,7 +107,6 @@ def allocate(kind: str, driver: Any) -> int:
     access.location = properties.location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     checked(driver.cuMemSetAccess(address, sum(PIECES), [access], 1))
-    return address
 
 
 def checked(result: tuple[Any, ...]) -> Any:

@@ -1,10 +1,13 @@
 """What every kind of pages promises: host memory, and GPU memory by either kind of handle.
 
-Engine and daemon are processes of their own, as they are in life; GPUs are the driver's double.
+Engine and daemon are processes of their own, as they are in life; GPUs are the driver's double, or real ones
+(`tests/gpu/run.sh`).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +15,14 @@ import numpy as np
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
-from support import cuda_double
+from support import cuda_double, real_driver
 from support.cuda_process import CudaProcess
 
 HERE = Path(__file__).parent
 KINDS = ("host", "cuda_ipc", "cuda_vmm")
 BLOCK_BYTES = LAYERS * BLOCK_SIZE * WIDTH
+MANY = 200
+"""Blocks of a copy that takes more than one piece of it on a GPU."""
 
 
 class World:
@@ -36,6 +41,9 @@ class World:
 
 @pytest.fixture(scope="module")
 def library() -> Path:
+    if real_driver.wanted():
+        real_driver.require()
+        return Path("not used")
     found = cuda_double.folder()
     if found is None:
         pytest.skip("the driver's double needs gcc")
@@ -65,6 +73,7 @@ def world(request: pytest.FixtureRequest, engine: CudaProcess, daemon: CudaProce
     daemon.call("close")
 
 
+@functools.cache
 def block_of(block: int) -> bytes:
     """A block over all layers."""
     return content()[:, block].tobytes()
@@ -75,6 +84,29 @@ def test_a_block_is_copied_byte_for_byte(world: World, pinned: bool) -> None:
     """What is shipped is what the engine computed, and nothing beside it is touched."""
     for block in (0, 5, BLOCKS - 1):
         assert world.daemon.call("copy_block", block, BLOCK_BYTES, pinned) == block_of(block)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_blocks_are_copied_one_behind_the_other(world: World, pinned: bool) -> None:
+    """What a delta brings of many blocks is what the engine computed, and at any moment what is said to be
+    complete is."""
+    blocks = [(7 * n + n // BLOCKS) % BLOCKS for n in range(MANY)]
+    said = world.daemon.call("copy_blocks", blocks, MANY * BLOCK_BYTES, pinned)
+    counts = [complete for complete, _ in said]
+    assert counts == sorted(set(counts)) and counts[-1] == MANY and len(counts) > 1
+    for before, (complete, digest) in zip([0, *counts], said, strict=False):
+        expected = b"".join(map(block_of, blocks[before:complete]))
+        assert digest == hashlib.blake2b(expected).hexdigest()
+    assert world.daemon.call("copy_blocks", [], 0) == []
+
+
+def test_blocks_are_refused_before_anything_is_copied(world: World) -> None:
+    """One that is not there, or too little room: half a delta never passes for a whole one."""
+    for blocks in ([1, BLOCKS], [1, -1]):
+        assert world.daemon.call("refused_blocks", blocks, 2 * BLOCK_BYTES) == ["IndexError", False]
+    assert world.daemon.call("refused_blocks", [1, 2], 2 * BLOCK_BYTES - 1) == ["ValueError", False]
+    world.daemon.call("close")
+    assert world.daemon.call("refused_blocks", [1, 2], 2 * BLOCK_BYTES) == ["PagesError", False]
 
 
 def test_slots_are_copied_in_the_order_of_their_runs(world: World) -> None:

@@ -3,8 +3,11 @@ trouble."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import time
+import weakref
 from typing import Any
 
 import msgspec
@@ -13,6 +16,7 @@ import numpy as np
 from segue_core.clock import MonotonicClock
 from segue_core.geometry import Geometry
 from segue_core.messages.local import Register
+from segue_daemon.cuda import driver
 from segue_daemon.cuda.pages import CudaPages
 from segue_daemon.engine import EngineSession
 from segue_daemon.open_pages import open_pages
@@ -65,6 +69,101 @@ def failing_copy(name: str, block: int) -> list[str]:
     return ["none", opened[name].failure]
 
 
+def copy_many(name: str, blocks: list[int]) -> list[Any]:
+    """Copy blocks to page-locked memory: [how many are said to be complete, digest of those, what is raised,
+    what the pages say of themselves]."""
+    pages, complete, error = opened[name], 0, ""
+    room = np.empty(0, np.uint8)
+    try:
+        room = pages.buffer(len(blocks) * pages.geometry.block_bytes)
+        for now in pages.copy_blocks(blocks, room):
+            complete = now
+    except Exception as raised:
+        error = type(raised).__name__
+    found = room[: complete * pages.geometry.block_bytes]
+    return [complete, hashlib.blake2b(found).hexdigest(), error, pages.failure]
+
+
+def copy_to_ordinary_memory(name: str, blocks: list[int]) -> list[Any]:
+    """Copy blocks to memory that is not page-locked: [how many are said to be complete, what is raised]."""
+    pages, complete = opened[name], 0
+    room = np.empty(len(blocks) * pages.geometry.block_bytes, np.uint8)
+    try:
+        for now in pages.copy_blocks(blocks, room):
+            complete = now
+    except Exception as raised:
+        return [complete, type(raised).__name__]
+    return [complete, ""]
+
+
+def close_midway(name: str, blocks: list[int]) -> list[Any]:
+    """Let the memory go between two results of a copy of blocks: [how many there were by then, what the next
+    one raises, what the pages say of themselves]."""
+    pages = opened[name]
+    copies = pages.copy_blocks(blocks, np.empty(len(blocks) * pages.geometry.block_bytes, np.uint8))
+    complete = next(copies)
+    pages.close()
+    try:
+        next(copies)
+    except Exception as raised:
+        return [complete, type(raised).__name__, pages.failure]
+    return [complete, "", pages.failure]
+
+
+def copy_in_small_batches(name: str, blocks: list[int], most: int) -> list[Any]:
+    """The same with at most so many pieces in one call of the driver; and how many such calls that took."""
+    before, usual = Control().calls("cuMemcpyBatchAsync"), driver.BATCH_COPIES
+    driver.BATCH_COPIES = most
+    try:
+        return [*copy_many(name, blocks), Control().calls("cuMemcpyBatchAsync") - before]
+    finally:
+        driver.BATCH_COPIES = usual
+
+
+def leave_early(name: str, blocks: list[int]) -> list[Any]:
+    """Stop taking results after the first: [how many blocks there were by then, whether the buffer stays as
+    it is afterwards]."""
+    pages = opened[name]
+    room = pages.buffer(len(blocks) * pages.geometry.block_bytes)
+    copies = pages.copy_blocks(blocks, room)
+    complete = next(copies)
+    copies.close()
+    room[:] = 0xA5
+    copy(name, 0)  # behind whatever is still queued
+    return [complete, bool((room == 0xA5).all())]
+
+
+def leave_stuck(name: str, blocks: list[int]) -> list[Any]:
+    """Stop taking results of a copy that does not come to its end: [how many blocks there were by then, what
+    is raised, what the pages say of themselves]."""
+    pages = opened[name]
+    room = pages.buffer(len(blocks) * pages.geometry.block_bytes)
+    copies = pages.copy_blocks(blocks, room)
+    complete = next(copies)
+    try:
+        copies.close()
+    except Exception as raised:
+        return [complete, type(raised).__name__, pages.failure]
+    return [complete, "", pages.failure]
+
+
+def left_behind(name: str) -> int:
+    """Let go of the pages, and later of a buffer: how many of those and the page-locked buffers are still
+    there."""
+    pages = opened.pop(name)
+    buffer = pages.buffer(8192)
+    assert pages._device is not None
+    whatever = [weakref.ref(pages), *map(weakref.ref, pages._device.buffers)]
+    pages.close()
+    assert pages.released.wait(20)
+    del pages, buffer
+    deadline = time.monotonic() + 10
+    while (left := sum(gone() is not None for gone in whatever)) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.005)
+    return left
+
+
 def close(name: str) -> None:
     """Without waiting."""
     opened[name].close()
@@ -85,9 +184,9 @@ def fail_next(call: str, code: int) -> None:
     Control().fail(f"{call}:1:{code}")
 
 
-def hold() -> None:
-    """The GPU stands still."""
-    Control().hold()
+def hold(after_bytes: int = 0) -> None:
+    """The GPU stands still, once it has copied so much."""
+    Control().hold(after_bytes)
 
 
 def let_go() -> None:
@@ -147,6 +246,15 @@ def session_block(block: int) -> bytes:
     out = np.empty(pages.geometry.block_bytes, np.uint8)
     pages.copy_block(block, out)
     return out.tobytes()
+
+
+def session_blocks(blocks: list[int]) -> str:
+    """A digest of blocks out of the session's pages."""
+    pages = state["session"].pages
+    out = pages.buffer(len(blocks) * pages.geometry.block_bytes)
+    for _ in pages.copy_blocks(blocks, out):
+        pass
+    return hashlib.blake2b(out).hexdigest()
 
 
 def close_session() -> bool:

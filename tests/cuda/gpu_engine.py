@@ -4,6 +4,7 @@ loads."""
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 from typing import Any
@@ -22,6 +23,9 @@ from segue_core.shared_memory import seal_size, sealable_memory
 from segue_shim.plan import pack_u32
 from support.cuda_double import Control
 from support.cuda_process import WithDescriptors
+from support.cuda_sleep import end, exchange, idle_until_registered, may_sleep, sleep, wake_up
+
+__all__ = ["end", "exchange", "idle_until_registered", "may_sleep", "sleep", "wake_up"]
 
 LENGTHS = {"s": 2}
 """Blocks of the sequence that `begin` announces."""
@@ -74,9 +78,19 @@ def write(record: Begin | Commit) -> None:
     assert state["ring"].append(msgspec.msgpack.encode(record))
 
 
-def hold() -> None:
-    """The GPU stands still: what is queued stays queued."""
-    Control().hold()
+def rewrite(blocks: list[int], byte: int) -> None:
+    """Queue a step's kernels: they fill these blocks with one byte."""
+    from cuda.bindings import driver
+
+    for number in blocks:
+        for layer in range(LAYERS):
+            at = state["start"] + layer * LAYER_BYTES + number * STRIDES[0]
+            pages_engine.checked(driver.cuMemsetD8Async(at, byte, STRIDES[0], state["stream"]))
+
+
+def hold(after_bytes: int = 0) -> None:
+    """The GPU stands still, once it has written so much: what is queued stays queued."""
+    Control().hold(after_bytes)
 
 
 def let_go() -> None:
@@ -86,15 +100,15 @@ def let_go() -> None:
 
 
 class PlainArena:
-    """The replica arena as the loader knows it, without torch."""
+    """The replica arena as the loader knows it, mapped read only and without torch."""
 
     def __init__(self, content: bytes) -> None:
         self.nbytes = len(content)
         fd = os.memfd_create("arena")
         os.write(fd, content)
-        self._map = mmap.mmap(fd, self.nbytes)
+        self._map = np.frombuffer(mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ), np.uint8)
         os.close(fd)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = int(self._map.ctypes.data)
         self.unlock: Any = None
 
     @property
@@ -131,6 +145,15 @@ def load(content: bytes, blocks: list[int], extents: list[int]) -> list[Any]:
     return [locked, Control().count("registrations") - before]
 
 
+def load_many(blocks: list[int], seed: int) -> list[Any]:
+    """Load blocks, each from its place in an arena of random bytes: [was it page-locked, digests of what all
+    blocks hold right after it]."""
+    nbytes = LAYERS * STRIDES[0]
+    replica = np.random.default_rng(seed).integers(0, 256, pages_engine.BLOCKS * nbytes, dtype=np.uint8)
+    locked, _ = load(replica.tobytes(), blocks, [number * nbytes for number in blocks])
+    return [locked, [hashlib.blake2b(block(number)).hexdigest() for number in range(pages_engine.BLOCKS)]]
+
+
 def join(socket: str, name: str, incarnation: int, kind: str) -> bool:
     """Register with the daemon at `socket`, as the shim of an engine does."""
     from segue_shim.exporter import Exporter
@@ -144,24 +167,24 @@ def join(socket: str, name: str, incarnation: int, kind: str) -> bool:
     return accepted
 
 
-def run(ids: list[int], computed: int) -> None:
+def run(ids: list[int], computed: int, seq: str = "s") -> None:
     """A step that computes so many tokens of a new sequence, in the first blocks."""
     from segue_shim.plan import StepPlan
 
     blocks = pack_u32(range(-(-computed // BLOCK_SIZE)))
-    start = SequenceBegin("s", 1, b"", pack_u32(ids), blocks, 0)
-    state["exporter"].begin(StepPlan(blocks, (start,), computed=(("s", computed),), running=1))
+    start = SequenceBegin(seq, 1, b"", pack_u32(ids), blocks, 0)
+    state["exporter"].begin(StepPlan(blocks, (start,), computed=((seq, computed),), running=1))
     state["exporter"].commit()
 
 
-def take_over(ids: list[int], blocks: list[int]) -> int:
+def take_over(ids: list[int], blocks: list[int], seq: str = "s") -> int:
     """Go on with the sequence from what the daemon here holds, in these blocks; the tokens that were
     loaded."""
     from segue_shim.plan import Load, Source, StepPlan, unpack_u64
 
     client, exporter = state["client"], state["exporter"]
     limit = len(ids) - 1
-    matched = client.match(seq="s", epoch=2, salt=b"", token_ids=pack_u32(ids), computed=0, limit=limit)
+    matched = client.match(seq=seq, epoch=2, salt=b"", token_ids=pack_u32(ids), computed=0, limit=limit)
     extents = tuple(unpack_u64(matched.extents))
     load = Load(
         matched.tokens,
@@ -169,8 +192,8 @@ def take_over(ids: list[int], blocks: list[int]) -> int:
         (Source(client.daemon, matched.lease, matched.deadline_ns, extents),),
     )
     packed = pack_u32(load.block_ids)
-    start = SequenceBegin("s", 2, b"", pack_u32(ids), packed, 0)
-    exporter.begin(StepPlan(packed, (start,), computed=(("s", matched.tokens),), running=1))
+    start = SequenceBegin(seq, 2, b"", pack_u32(ids), packed, 0)
+    exporter.begin(StepPlan(packed, (start,), computed=((seq, matched.tokens),), running=1))
     (result,) = exporter.load([load])
     exporter.commit(result.failed_blocks)
     loaded: int = result.loaded

@@ -19,6 +19,7 @@ INVALID = "CUDA_ERROR_INVALID_VALUE"
 NOT_READY = "CUDA_ERROR_NOT_READY"
 BUFFER = 96 * KIB
 ORDER_ANY = 3
+DEINITIALIZED = 4
 
 
 def test_memory_allocated_copied_and_freed_is_all_given_back(process: Driven) -> None:
@@ -272,3 +273,14 @@ def test_the_double_has_no_memory_errors_or_races_of_its_own(library_folder: Pat
     cuda_double.compile_with(flags, files, program)
     done: Any = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr
+
+
+def test_a_call_may_hang_and_a_driver_shut_down(start_process: StartProcess) -> None:
+    """What code has to survive at a lost GPU: a call that does not return, a driver that ends for good."""
+    process = start_process().begin()
+    process.call("fail", f"cuMemAlloc:1:{DEINITIALIZED}")
+    for call, *arguments in (("cuMemAlloc", BUFFER), ("cuMemAlloc", BUFFER), ("cuDeviceGetCount",)):
+        assert process.error(call, *arguments) == "CUDA_ERROR_DEINITIALIZED"
+    process.call("fail", "cuMemAlloc:1:hang")
+    process.start("cu", "cuMemAlloc", BUFFER)
+    process.expect_no_answer()

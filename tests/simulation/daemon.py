@@ -24,7 +24,7 @@ from segue_daemon.arena import Bytes
 from segue_daemon.engine import EngineSession
 from segue_daemon.kept import OwnKeep
 from segue_daemon.ledger import Changes, Sequence
-from segue_daemon.pages import Pages
+from segue_daemon.pages import Pages, one_by_one
 from segue_daemon.replicas import Wanted
 from segue_daemon.store import ReplicaStore
 from simulation.clockwork import MS, Killed, Process
@@ -68,6 +68,9 @@ class TornPages:
             self._inner.copy_block(block, later)
             half = len(out) // 2
             out[half:] = later[half:]
+
+    def copy_blocks(self, blocks: list[int], out: Bytes) -> Iterator[int]:
+        return one_by_one(self, blocks, out)
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
         self._interrupted()

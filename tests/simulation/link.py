@@ -3,7 +3,8 @@
 `connect` is `_connect_and_ship` and `_greet`; `_welcomed` is `_open_bulk` and `_start_link`; `_ship`,
 `listen`, `_answered` and `_keep_alive` are `_ship`, `_listen`, `_answered` and `_keep_alive`; `add_engine`,
 `drop_engine`, `note`, `end` and `flushed` are themselves. `Shipment` (planner, differ) and `Ends` are real.
-An event of `_ship` sends one delta: between two of them anything may happen, as between two awaits.
+An event of `_ship` sends one delta, or several tails: between two of them anything may happen, as between two
+awaits.
 """
 
 from __future__ import annotations
@@ -190,10 +191,12 @@ class SimLink:
         now = self.world.now
         shipments = sorted(self.shipments.values(), key=lambda s: not s.urgent(now))
         for shipment in shipments:
-            ready = shipment.next_delta(self._number + 1, self.daemon.drain, now)
-            if ready is not None:
-                self._number += 1
+            room = max(0, self._window // 2 - shipment.differ.delta_bytes)
+            together = shipment.next_deltas(self._number + 1, self.daemon.drain, now, room)
+            for ready in together:
+                self._number = ready.delta.number
                 self._link_sent += self._send(connection, ready.delta, bytes(ready.payload))
+            if together:
                 self.wake()
                 return
         if any(s.waiting for s in shipments):

@@ -33,7 +33,7 @@ class Faults:
     corrupt: float = 0.0
     cut_control: float = 0.0
     repeat_control: float = 0.0
-    lose_answer: float = 0.0
+    no_room_to_answer: float = 0.0
     slow: float = 0.0
 
 

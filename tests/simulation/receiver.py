@@ -1,10 +1,11 @@
 """The receiving side of the peer channel, without sockets. Stands for segue_daemon/receiver.py.
 
-`control` is `_serve_control`, `_greet`, `_tell_losses` and `_reply`; `_serve`, `_take`, `_fill` and
-`_discard` are the methods of the same names, as generators: a `yield` is where the real one awaits bytes, so
-anything may happen at the store in between. Decoding, checks, `reserve`, `room_for`, `commit` and `cancel`
-are the real ones, in the same order. `_reborn` outlives a broken connection: a writer that came back in
-another life is asked for what it has forgotten even if its link breaks meanwhile.
+`control` is `_serve_control`, `_greet`, `_tell_losses` and `_reply`; `_serve`, `_take` and `_fill` are the
+methods of the same names, as generators: a `yield` is where the real one awaits bytes, so anything may happen
+at the store in between. Decoding, checks, `reserve`, `room_for`, `commit` and `cancel` are the real ones, in
+the same order. Answers wait for each other a moment, as they do while there is more to read. `_reborn`
+outlives a broken connection: a writer that came back in another life is asked for what it has forgotten even
+if its link breaks meanwhile.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Writer:
     heard_ns: int
     connection: Connection
     consumed: int = 0
+    answered: int = 0
+    answers: list[bytes] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -100,7 +103,8 @@ class SimReceiver:
             writer = self.writers.get(connection.number)
             if writer is not None:
                 writer.heard_ns = self.world.now
-            consumed = writer.consumed if writer is not None else 0
+                self._answer(writer)
+            consumed = writer.answered if writer is not None else 0
             room = self.store.evictor.room_bytes
             connection.answer(encode(Pong(message.number, room, consumed_bytes=consumed)))
 
@@ -130,7 +134,7 @@ class SimReceiver:
             if writer is None:
                 self._losses.append(loss)
                 continue
-            nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.consumed)
+            nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.answered)
             self.world.say("{} tells {}: {}", self.daemon.name, writer.name, nack)
             writer.connection.answer(encode(nack))
 
@@ -181,6 +185,9 @@ class SimReceiver:
         except ProtocolError as error:
             self.world.say("{}: bulk connection closed: {}", self.daemon.name, error)
             self._end_reading(connection)
+        writer = self.writers.get(connection.number)
+        if writer is not None and writer.answers:
+            self.world.after(self.world.between(0, 0.3), self.daemon, self._answer, writer)
 
     def _end_reading(self, connection: Connection) -> None:
         reading = self._readings.pop(connection.number, None)
@@ -233,9 +240,17 @@ class SimReceiver:
         self.world.checks.answered(self.daemon, message, answer)
         if isinstance(answer, Ack):
             self.daemon.replica_changed(message.seq)
-        if not self.world.clockwork.chance(self.world.faults.lose_answer):
-            writer.connection.answer(encode(answer))
+        writer.answers.append(encode(answer))
         self.world.touched(self.daemon)
+
+    def _answer(self, writer: Writer) -> None:
+        """`_answer`: all that waits goes out, or later with what comes next."""
+        if not writer.answers or self.world.clockwork.chance(self.world.faults.no_room_to_answer):
+            return
+        answers, writer.answers = writer.answers, []
+        writer.answered = writer.consumed
+        for answer in answers:
+            writer.connection.answer(answer)
 
     def _receive(self, writer: Writer, delta: Delta) -> Generator[int, bytes, int | Refusal]:
         reservation = self.store.reserve(delta, writer.name, self.world.now)
@@ -272,7 +287,7 @@ class SimReceiver:
 
 
 def _header() -> Generator[int, bytes, tuple[object, int, int]]:
-    """`recv_bulk_header`. Raises EOFError at a clean end."""
+    """`BulkReader.header`. Raises EOFError at a clean end."""
     head = bytearray(BULK_HEADER.size)
     yield from _fill_with(head, at_start=True)
     header_bytes, payload_bytes, _ = BULK_HEADER.unpack(head)
@@ -286,7 +301,7 @@ def _header() -> Generator[int, bytes, tuple[object, int, int]]:
 
 
 def _fill_with(target: bytearray | memoryview, *, at_start: bool = False) -> Task:
-    """`recv_into`: what arrives is in its place at once, even if the rest never comes."""
+    """`BulkReader.fill`: what arrives is in its place at once, even if the rest never comes."""
     have = 0
     while have < len(target):
         piece = yield len(target) - have

@@ -62,7 +62,7 @@ class World:
             cut_control=rng.choice((0.0, 0.005, 0.02)),
             repeat_control=rng.choice((0.0, 0.05)),
             slow=rng.choice((0.0, 0.05, 0.2)),
-            lose_answer=0.02 if seed % 7 == 6 else 0.0,
+            no_room_to_answer=0.1 if seed % 7 == 6 else 0.0,
         )
         self.replication = ReplicationSettings(
             sync_every_tokens=rng.choice((1, 1, 3)),

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from support import real_driver
+
 SOURCES = Path(__file__).resolve().parents[1] / "cuda" / "double"
 LIBRARY = "libcuda.so.1"
 COMPILER = "gcc"
@@ -87,7 +89,10 @@ class Settings:
     failures: str = ""
 
     def environment(self, library_folder: Path) -> dict[str, str]:
-        """The environment of a child process that finds the double where it looks for the driver."""
+        """The environment of a child process that finds the double where it looks for the driver; where the
+        real one was asked for (`real_driver`), that of this process, whatever the settings."""
+        if real_driver.wanted():
+            return dict(os.environ)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         if self.visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.visible

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import aiohttp
 from aiohttp import web
 
+from support.waiting import eventually
+
 GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 LOOPBACK = "127.0.0.1"
 READ_WITHIN_S = 10.0
@@ -260,9 +262,11 @@ async def _until_read(request: web.Request) -> None:
     if transport is None:
         return
     here, there = transport.get_extra_info("sockname")[1], transport.get_extra_info("peername")[1]
-    async with asyncio.timeout(READ_WITHIN_S):
-        while transport.get_write_buffer_size() or _unread(here, there):  # noqa: ASYNC110 - the kernel's
-            await asyncio.sleep(0.001)
+    await eventually(
+        lambda: not (transport.get_write_buffer_size() or _unread(here, there)),
+        "all is read",
+        timeout_s=READ_WITHIN_S,
+    )
 
 
 def _unread(here: int, there: int) -> int:

@@ -11,7 +11,6 @@ import mmap
 import os
 import socket
 import threading
-import time
 import warnings
 from array import array
 from collections.abc import Callable
@@ -33,18 +32,14 @@ from segue_core.messages.local import (
     ToDaemon,
 )
 from segue_core.ring import Ring, Word
+from support.waiting import wait_for
 
 PEER = "engine under test"
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> Any:
     """The first true value of `condition`, which must come within the time."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.002)
-    raise AssertionError(f"not within {timeout_s} s: {condition}")
+    return wait_for(condition, "what is waited for", timeout_s=timeout_s)
 
 
 def ids(packed: bytes) -> list[int]:

@@ -58,6 +58,11 @@ class Replica:
         )
 
 
+def let_the_pause_pass() -> None:
+    """After a failure the daemon is not asked for a second."""
+    time.sleep(1.1)
+
+
 def main(model: str, folder: str) -> None:
     report: dict[str, Any] = {}
     socket = f"{folder}/daemon.sock"
@@ -128,14 +133,14 @@ def main(model: str, folder: str) -> None:
 
     stub.answer = lambda match: Matched(match.request, match.limit + 1, 0, b"", 9, 1 << 62)
     report["nonsense"] = resume()
-    time.sleep(1.1)  # the pause after a failure
+    let_the_pause_pass()
     stub.answer = lambda match: b"\x05\x00\x00\x00hello"
     report["garbage"] = resume()
-    time.sleep(1.1)
+    let_the_pause_pass()
     stub.answer = None
     report["silent"] = resume()
     report["silent_again"] = resume()
-    time.sleep(1.1)
+    let_the_pause_pass()
     stub.answer = replica.answer
     report["recovered"] = resume()
 

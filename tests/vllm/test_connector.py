@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(150)]
 
-Scenario = Callable[[str], dict[str, Any]]
-
 
 @pytest.fixture
-def journal(scenario: Scenario) -> dict[str, Any]:
+def journal(journal_run: dict[str, Any]) -> dict[str, Any]:
     """See journal_run.py."""
-    return scenario("journal_run")
+    return journal_run
 
 
 @pytest.fixture
-def load(scenario: Scenario) -> dict[str, Any]:
+def load(load_run: dict[str, Any]) -> dict[str, Any]:
     """See load_run.py."""
-    return scenario("load_run")
+    return load_run
 
 
 def test_without_a_daemon_the_engine_serves_and_says_once_what_to_do(journal: dict[str, Any]) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(150)]
 
-Scenario = Callable[[str], dict[str, Any]]
-
 
 @pytest.fixture
-def run(scenario: Scenario) -> dict[str, Any]:
+def run(exact_run: dict[str, Any]) -> dict[str, Any]:
     """See exact_run.py."""
-    return scenario("exact_run")
+    return exact_run
 
 
 @pytest.fixture
-def tight(scenario: Scenario) -> dict[str, Any]:
+def tight(exact_tight_run: dict[str, Any]) -> dict[str, Any]:
     """See exact_tight_run.py."""
-    return scenario("exact_tight_run")
+    return exact_tight_run
 
 
 @pytest.fixture
-def kv(scenario: Scenario) -> dict[str, Any]:
+def kv(exact_kv_run: dict[str, Any]) -> dict[str, Any]:
     """See exact_kv_run.py."""
-    return scenario("exact_kv_run")
+    return exact_kv_run
 
 
 def test_continued_answers_are_the_whole_ones(run: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Server:
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return
-            time.sleep(0.1)
+            time.sleep(0.1)  # another process, which may end instead
         raise AssertionError(self.log.read_text()[-6000:])
 
     def stop(self) -> None:

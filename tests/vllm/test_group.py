@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +31,10 @@ def test_ranks_that_cannot_be_protected_are_refused_with_the_way_out(
     assert says in refusal(config, None, "/run/segue/a.sock")
 
 
-@pytest.fixture(scope="module")
-def group(scenario: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    return scenario("group_run")
+@pytest.fixture
+def group(group_run: dict[str, Any]) -> dict[str, Any]:
+    """See group_run.py."""
+    return group_run
 
 
 SETTINGS = ["greedy", "seeded"]

@@ -7,7 +7,6 @@ its own, so that no cache answers for the engine.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from itertools import count
@@ -24,6 +23,7 @@ from segue_ctl.cluster import Cluster
 from segue_ctl.cluster_checks import daemon_status, router_status
 from segue_ctl.model import DEFAULT_MODEL_DIR
 from segue_ctl.vllm_server import EngineSpec, one_core_each
+from support.waiting import eventually
 
 pytestmark = [
     pytest.mark.vllm,
@@ -85,9 +85,11 @@ class Stage:
 
     async def until_running(self, requests: int) -> None:
         """Wait until engines work on so many requests, by their daemons."""
-        async with asyncio.timeout(30):
-            while await self._running() != requests:  # noqa: ASYNC110  # told by another process
-                await asyncio.sleep(0.05)
+
+        async def so_many() -> bool:
+            return await self._running() == requests
+
+        await eventually(so_many, f"{requests} requests run", timeout_s=30)
 
     async def _running(self) -> int:
         total = 0

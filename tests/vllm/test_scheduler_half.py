@@ -187,7 +187,7 @@ def test_a_load_that_is_lost_does_not_void_the_blocks_of_others(half: Any) -> No
 
     connector: Any = object.__new__(SegueConnector)
     state = {"broken": False, "_scheduler": half, "_worker": None, "_resumer": None, "_block_size": BLOCK}
-    vars(connector).update(state, _unloaded=set(), _cached_blocks=0, _failed=())
+    vars(connector).update(state, _unloaded=set(), _cached_blocks=0, _failed=(), _ahead=False, _arriving=[])
     waiting = request("a", 20, resume=True)
     connector.on_new_request(waiting)
     assert connector.get_num_new_matched_tokens(waiting, 4) == (6, False)
@@ -254,3 +254,110 @@ def test_a_clients_word_on_replication_is_told_to_the_daemon(half: Any) -> None:
     half.after_alloc(kept, None, 0)
     plan = plan_of(half, step(new={"kept": ([1, 2], 0), "plain": ([3, 4], 0)}, scheduled=8))
     assert [begun.replication for begun in plan.begun] == ["off", "normal"]
+
+
+def test_a_prefix_that_another_request_goes_on_filling_does_not_count_yet(half: Any) -> None:
+    """Its chunk ended within a block that it was given before; protected or not, this step fills it."""
+    half.on_new_request(request("first", 12, protect=False))
+    half.on_new_request(request("second", 12))
+    plan_of(half, step(new={"first": ([1, 2], 0)}, scheduled=6))
+    plan = plan_of(half, step(new={"second": ([1, 2, 4], 8)}, cached={"first": ([3], 6)}, scheduled=4))
+    assert ids(plan.assigned) == [4, 3] and plan.begun[0].computed == 4
+
+
+def test_nothing_is_claimed_of_a_sequence_whose_next_owner_has_not_started(half: Any) -> None:
+    """The blocks of the last one are given away meanwhile: told anew, they would be others' bytes."""
+    half.on_new_request(request("old", 8, seq="s"))
+    plan_of(half, step(new={"old": ([1, 2], 0)}, scheduled=8))
+    half.on_new_request(request("new", 8, seq="s", epoch=2))
+    half.finished("old")
+    assert plan_of(half, step()).paused == ("s",)
+    assert plan_of(half, step()).paused == ()
+
+
+def test_junk_of_a_load_that_failed_is_not_left_in_the_prefix_cache(half: Any) -> None:
+    """The request may be aborted before it has computed the blocks; others would go on from them."""
+    from segue_shim.vllm_connector import SegueConnector
+
+    evicted: list[set[int]] = []
+    connector: Any = object.__new__(SegueConnector)
+    vars(connector).update(broken=False, _scheduler=half, _failed=())
+    vars(connector)["_kv_cache_manager"] = SimpleNamespace(evict_blocks=evicted.append)
+    half.on_new_request(request("loads", 20, protect=False))
+    half.on_new_request(request("other", 20))
+    plan_of(half, step(new={"loads": ([1, 2, 3, 4], 12), "other": ([1, 6], 4)}, scheduled=4))
+    connector.update_connector_output(SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=None))
+    assert evicted == []
+    connector.update_connector_output(SimpleNamespace(invalid_block_ids={2}, kv_connector_worker_meta=None))
+    assert evicted == [{2, 3, 4}]
+
+
+@pytest.fixture
+def ahead(daemon: Daemon, clock: ManualClock) -> Any:
+    """The half of an engine that schedules asynchronously."""
+    from segue_shim.vllm_scheduler import SchedulerHalf, Scheduling
+
+    return SchedulerHalf(daemon, BLOCK, ExporterOptions(), clock=clock, scheduling=Scheduling(ahead=True))
+
+
+def test_ahead_of_its_ids_a_step_counts_what_it_computes(ahead: Any) -> None:
+    """Two numbers: KV is complete with the step, its token's id is told with a later one."""
+    live = request("a", 8)
+    ahead.on_new_request(live)
+    assert plan_of(ahead, step(new={"a": ([1, 2, 3], 0)}, scheduled=8)).computed == (("a", 8),)
+    # The id that the first step sampled is not known yet, nor is the next one in the step after it.
+    assert plan_of(ahead, step(cached={"a": (None, 8)})).computed == (("a", 9),)
+    live.all_token_ids.append(77)
+    plan = plan_of(ahead, step(cached={"a": (None, 9)}))
+    assert plan.computed == (("a", 10),) and ids(plan.updated[0].token_ids) == [77] and plan.begun == ()
+
+
+def test_drafts_on_their_way_do_not_count(daemon: Daemon, clock: ManualClock) -> None:
+    """vLLM takes the drafts of a step that is still running for accepted; what is known may be shipped."""
+    from segue_shim.vllm_scheduler import SchedulerHalf, Scheduling
+
+    half = SchedulerHalf(daemon, BLOCK, ExporterOptions(), clock=clock, scheduling=Scheduling(True, True))
+    live = request("a", 8)
+    half.on_new_request(live)
+    plan_of(half, step(new={"a": ([1, 2, 3, 4], 0)}, scheduled=8))
+    live.all_token_ids.append(77)
+    live.num_tokens = 9
+    drafting = step(cached={"a": (None, 8)}, scheduled=4)
+    drafting.scheduled_spec_decode_tokens = {"a": [-1, -1, -1]}
+    assert plan_of(half, drafting).computed == (("a", 9),)
+    # Without drafts of its own, behind a step whose three may all be rejected.
+    assert plan_of(half, step(cached={"a": (None, 12)})).computed == (("a", 9),)
+
+
+def test_a_load_that_is_waited_for_overwrites_its_blocks_at_once(ahead: Any) -> None:
+    """Before its request is in any step; when that begins, whole blocks of the replica are complete."""
+    waiting = request("a", 20, resume=True)
+    ahead.on_new_request(waiting)
+    assert ahead.matched_tokens(waiting, 4) == 6
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+    ahead.after_alloc(waiting, blocks, 6)
+    plan, (load,) = ahead.build(step())
+    assert ids(plan.assigned) == [2, 3] == list(load.block_ids) and plan.begun == ()
+    ahead.after_alloc(waiting, blocks, 0)
+    plan, loads = ahead.build(step(new={"a": ([1, 2, 3, 4, 5], 10)}, scheduled=10))
+    assert loads == () and plan.begun[0].computed == 8 and ids(plan.assigned) == [3, 4, 5]
+    assert plan.computed == (("a", 20),)
+
+
+def test_who_waits_for_a_load_hears_its_end_even_if_all_of_segue_failed(ahead: Any) -> None:
+    """vLLM would never start the request otherwise; its blocks are computed."""
+    from segue_shim.vllm_connector import SegueConnector
+
+    connector: Any = object.__new__(SegueConnector)
+    state = {"broken": False, "_scheduler": ahead, "_worker": None, "_resumer": None, "_block_size": BLOCK}
+    vars(connector).update(state, _unloaded=set(), _cached_blocks=0, _failed=(), _ahead=True, _arriving=[])
+    waiting = request("a", 20, resume=True)
+    connector.on_new_request(waiting)
+    assert connector.get_num_new_matched_tokens(waiting, 0) == (10, True)
+    ahead.after_alloc = ahead.close = None
+    connector.update_state_after_alloc(waiting, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 10)
+    metadata = connector.build_connector_meta(step())
+    assert metadata.broken and connector.build_connector_meta(step()).arriving == ()
+    connector.bind_connector_metadata(metadata)
+    assert connector.get_finished(set()) == (None, {"a"})
+    assert connector.get_block_ids_with_load_errors() == {1, 2, 3}

@@ -6,8 +6,9 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -17,6 +18,14 @@ from segue_daemon.cuda.mapping import DeviceMapping
 from segue_daemon.cuda.pinned import PinnedBuffer
 
 log = structlog.get_logger()
+
+
+class Pieces(NamedTuple):
+    """Device memory to be copied: addresses and sizes, `nbytes` in all."""
+
+    sources: Sequence[int]
+    sizes: Sequence[int]
+    nbytes: int
 
 
 class EngineDevice:
@@ -35,6 +44,8 @@ class EngineDevice:
             self._driver.make_current(context)
             self._stream: Any = self._driver.create_stream()
             self._undo.append(lambda: self._driver.destroy_stream(self._stream))
+            self._event: Any = self._driver.create_event()
+            self._undo.append(lambda: self._driver.destroy_event(self._event))
             self._undo.append(self._close_buffers)
             mapping = DeviceMapping(self._driver, device, geometry, fds)
             self._undo.append(mapping.close)
@@ -55,10 +66,28 @@ class EngineDevice:
             self.buffers.remove(buffer)
             _try(buffer.close)
 
-    def gather(self, host: int, sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copy, and wait until all of it is in host memory."""
-        self._driver.gather(host, sources, sizes, self._stream)
-        self._driver.synchronize(self._stream)
+    def gather(self, host: int, chunks: Iterable[Pieces]) -> Iterator[int]:
+        """Copy chunk by chunk to host memory, one behind the other from `host` on. Yields how many chunks are
+        there, while the next one is on its way. Nothing is on its way any more when it ends, however it ends.
+        """
+        driver, stream, queued = self._driver, self._stream, 0
+        try:
+            for chunk in chunks:
+                if queued:
+                    driver.record(self._event, stream)
+                driver.gather(host, chunk.sources, chunk.sizes, stream)
+                host += chunk.nbytes
+                if queued:
+                    driver.wait_for(self._event)
+                    yield queued
+                queued += 1
+            driver.synchronize(stream)
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                driver.synchronize(stream)
+            raise
+        if queued:
+            yield queued
 
     def close(self) -> None:
         """Give everything back, the engine's memory first; safe to call twice."""

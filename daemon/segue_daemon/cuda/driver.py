@@ -15,52 +15,23 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from segue_core.errors import SegueError
 from segue_core.memory_handle import uuid_text
+from segue_daemon.cuda.errors import ENDS_CONTEXT, HINTS, LostGpuError
+from segue_daemon.cuda.errors import CudaError as CudaError
 
 DEVICE_HIDING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 HOST_REGISTER_PORTABLE = 1
 NON_BLOCKING = 1
+DISABLE_TIMING = 2
 LAZY_PEER_ACCESS = 1
+BATCH_COPIES = 4096
+"""Most copies in one call: bounds what is built for it."""
 READ_ONLY, READ_WRITE = 1, 3
 """Access to mapped memory (CUmemAccess_flags)."""
 UNSUPPORTED = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE", "NOT_IN_THIS_DRIVER")
-
-HINTS = {
-    "NOT_INSTALLED": "install the extra: pip install 'segue-ha[cuda]'",
-    "NO_DRIVER": "no libcuda.so.1 here: run the daemon where the GPU's driver is",
-    "NOT_IN_THIS_DRIVER": "update the NVIDIA driver to one for CUDA 12 or later",
-    "CUDA_ERROR_NO_DEVICE": "the daemon sees no GPU: give its container or service the engine's GPU",
-    "CUDA_ERROR_INVALID_DEVICE": "give the daemon the engine's GPU",
-    "CUDA_ERROR_OUT_OF_MEMORY": "the GPU has no room for the daemon's context: leave it 1 GiB",
-    "CUDA_ERROR_MAP_FAILED": "see docs/gpu.md: what a container must share with the engine's",
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "reboot, or reload the NVIDIA kernel modules",
-}
-CALL_HINTS = {
-    "cuIpcOpenMemHandle": "the engine must live, and have another process id than the daemon (docs/gpu.md)",
-    "cuMemImportFromShareableHandle": "engine and daemon must use the same driver and GPU (docs/gpu.md)",
-    "cuMemHostRegister": "the host has no memory left to page-lock, or a limit on it (ulimit -l)",
-}
-RESTART_HINT = "restart segue-daemon: its context on this GPU cannot be used any more"
-STICKY = (
-    "CUDA_ERROR_ILLEGAL_ADDRESS",
-    "CUDA_ERROR_LAUNCH_FAILED",
-    "CUDA_ERROR_HARDWARE_STACK_ERROR",
-    "CUDA_ERROR_ECC_UNCORRECTABLE",
-    "CUDA_ERROR_UNKNOWN",
-)
-
-
-class CudaError(SegueError):
-    """A driver call failed, or cannot be made. `name` is the driver's name for it."""
-
-    def __init__(self, call: str, name: str) -> None:
-        hint = RESTART_HINT if name in STICKY else HINTS.get(name) or CALL_HINTS.get(call, "")
-        super().__init__(f"{call}: {name}", hint=hint)
-        self.call = call
-        self.name = name
 
 
 class Driver:
@@ -75,6 +46,8 @@ class Driver:
         self._success = self._cuda.CUresult.CUDA_SUCCESS
         self._posix_fd = self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._batch = True
+        self._lost: dict[int, str] = {}
+        self._here = threading.local()
         for name in DEVICE_HIDING:
             os.environ.pop(name, None)  # the engine's GPU is found by its UUID among all that are here
         try:
@@ -93,11 +66,31 @@ class Driver:
             if type(error).__name__ != "FunctionNotFoundError":
                 raise
             raise CudaError(name, "NOT_IN_THIS_DRIVER") from error
+        except ValueError as error:  # cuda-python does not know the number that the driver answered
+            raise CudaError(name, str(error)) from error
         if status != self._success:
-            raise CudaError(name, str(getattr(status, "name", status)))
+            failure = CudaError(name, str(getattr(status, "name", status)))
+            self._note(failure)
+            raise failure
         if not values:
             return None
         return values[0] if len(values) == 1 else tuple(values)
+
+    def _note(self, error: CudaError) -> None:
+        """Remember which GPU this process has lost by an error."""
+        device = getattr(self._here, "device", None)
+        if device is not None and error.name in ENDS_CONTEXT:
+            self._lost.setdefault(device, f"{error.call}: {error.name}")
+
+    def _give_back(self, name: str, *arguments: Any) -> None:
+        """A call that lets something go, made once more if it fails: that may have been another's failure."""
+        try:
+            self._call(name, *arguments)
+        except CudaError as error:
+            try:
+                self._call(name, *arguments)
+            except CudaError:
+                raise error from None
 
     # -- devices and contexts -----------------------------------------------------------------
 
@@ -119,12 +112,16 @@ class Driver:
         raise error
 
     def retain_context(self, device: int) -> Any:
-        """The device's primary context; one `release_context` for each."""
+        """The device's primary context; one `release_context` for each. From now on this thread serves the
+        device. Raises LostGpuError after a fault that no process survives."""
+        if device in self._lost:
+            raise LostGpuError(self.uuids()[device], self._lost[device])
+        self._here.device = device
         return self._call("cuDevicePrimaryCtxRetain", device)
 
     def release_context(self, device: int) -> None:
         """Give the primary context back."""
-        self._call("cuDevicePrimaryCtxRelease", device)
+        self._give_back("cuDevicePrimaryCtxRelease", device)
 
     def make_current(self, context: Any) -> None:
         """From now on this thread's calls are in `context`."""
@@ -140,7 +137,7 @@ class Driver:
 
     def close_ipc(self, address: int) -> None:
         """Unmap what `open_ipc` returned."""
-        self._call("cuIpcCloseMemHandle", address)
+        self._give_back("cuIpcCloseMemHandle", address)
 
     def range_of(self, address: int) -> tuple[int, int]:
         """(first byte, bytes) of the allocation at `address`."""
@@ -153,7 +150,7 @@ class Driver:
 
     def release(self, allocation: Any) -> None:
         """Give up a physical allocation; mappings of it stay."""
-        self._call("cuMemRelease", allocation)
+        self._give_back("cuMemRelease", allocation)
 
     def reserve(self, nbytes: int) -> int:
         """A range of addresses."""
@@ -161,7 +158,7 @@ class Driver:
 
     def free_range(self, address: int, nbytes: int) -> None:
         """Give a reserved range back."""
-        self._call("cuMemAddressFree", address, nbytes)
+        self._give_back("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, allocation: Any) -> None:
         """Put `allocation` at `address` of a reserved range."""
@@ -169,7 +166,7 @@ class Driver:
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Take mapped memory out of a range."""
-        self._call("cuMemUnmap", address, nbytes)
+        self._give_back("cuMemUnmap", address, nbytes)
 
     def allow_reading(self, address: int, nbytes: int, device: int) -> None:
         """Let `device` read mapped memory; and write it, where the driver knows no less."""
@@ -195,7 +192,7 @@ class Driver:
 
     def unregister_host(self, address: int) -> None:
         """The memory is ordinary again."""
-        self._call("cuMemHostUnregister", address)
+        self._give_back("cuMemHostUnregister", address)
 
     def create_stream(self) -> Any:
         """A stream that waits for no other."""
@@ -203,20 +200,41 @@ class Driver:
 
     def destroy_stream(self, stream: Any) -> None:
         """What is queued in it still runs."""
-        self._call("cuStreamDestroy", stream)
+        self._give_back("cuStreamDestroy", stream)
 
     def synchronize(self, stream: Any) -> None:
         """Wait until the stream is empty. May hang with the GPU: only in a thread that may."""
         self._call("cuStreamSynchronize", stream)
 
+    def create_event(self) -> Any:
+        """An event of this process."""
+        return self._call("cuEventCreate", DISABLE_TIMING)
+
+    def destroy_event(self, event: Any) -> None:
+        """It is not needed any more."""
+        self._give_back("cuEventDestroy", event)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """`event` stands for what is queued in `stream` now."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: Any) -> None:
+        """Wait until what `event` stands for is done. May hang with the GPU: only in a thread that may."""
+        self._call("cuEventSynchronize", event)
+
     def gather(self, host: int, sources: Sequence[int], sizes: Sequence[int], stream: Any) -> None:
         """Queue copies of device memory to host memory from `host` on, one behind the other.
 
-        One call where the driver has batches. Sources are read in stream order, never before.
+        Few calls where the driver has batches. Sources are read in stream order, never before.
         """
-        starts = [host]
-        for nbytes in sizes[:-1]:
-            starts.append(starts[-1] + nbytes)
+        starts = list(accumulate(sizes, initial=host))[:-1]
+        for first in range(0, len(sizes), BATCH_COPIES):
+            part = slice(first, first + BATCH_COPIES)
+            self._copy_to_host(starts[part], sources[part], sizes[part], stream)
+
+    def _copy_to_host(
+        self, starts: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+    ) -> None:
         if self._batch and len(sources) > 1:
             try:
                 self._gather_batch(starts, sources, sizes, stream)

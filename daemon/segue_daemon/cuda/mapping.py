@@ -7,6 +7,7 @@ returned, or nothing is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ class DeviceMapping:
                 start = self._map_ipc(handle) if handle.kind == "cuda_ipc" else self._map_vmm(handle, own)
                 self.bases.append(start + handle.offset)
         except BaseException:
-            self.close()
+            with contextlib.suppress(CudaError):  # the first one says why
+                self.close()
             raise
 
     def _map_ipc(self, handle: MemoryHandle) -> int:
@@ -69,9 +71,12 @@ class DeviceMapping:
         allocation: Any = driver.import_fd(fd)
         try:
             driver.map(address, nbytes, allocation)
-        finally:
-            driver.release(allocation)  # the mapping keeps it
+        except CudaError:
+            with contextlib.suppress(CudaError):
+                driver.release(allocation)
+            raise
         self._undo.append(lambda: driver.unmap(address, nbytes))
+        driver.release(allocation)  # the mapping keeps it
 
     def close(self) -> None:
         """Unmap everything; safe to call twice. Raises the first CudaError once all was tried."""

@@ -5,12 +5,14 @@
 #include "double.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #define MAX_ENTRY_POINTS 256
 #define MAX_FAILURES 32
 #define NAME_BYTES 64
+#define HANGS -1
 
 struct counter {
     char name[NAME_BYTES];
@@ -20,8 +22,8 @@ struct counter {
 struct failure {
     char name[NAME_BYTES]; /* an entry point, or "*" for any */
     long nth;              /* the nth call from now on; 0: every one */
-    int code;
-    bool late; /* the call succeeds, the work that it queued fails */
+    int code;   /* HANGS: the call does not return until the failures are set anew */
+    bool late;  /* the call succeeds, the work that it queued fails */
     long seen;
 };
 
@@ -29,6 +31,9 @@ static pthread_mutex_t calls_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct counter counters[MAX_ENTRY_POINTS];
 static struct failure failures[MAX_FAILURES];
 static int failure_count;
+static long failures_set; /* how often */
+static pthread_cond_t failures_changed = PTHREAD_COND_INITIALIZER;
+static atomic_bool shut_down; /* the driver, for good */
 static atomic_int initialised_pid;
 static _Thread_local int late_error;
 
@@ -41,6 +46,14 @@ static struct counter *counter_of(const char *name) /* calls_lock held */
             return &counters[i];
     }
     return &counters[MAX_ENTRY_POINTS - 1];
+}
+
+static void hang(void) /* calls_lock held */
+{
+    long before = failures_set;
+
+    while (failures_set == before)
+        pthread_cond_wait(&failures_changed, &calls_lock);
 }
 
 int count_call(const char *entry_point)
@@ -62,8 +75,14 @@ int count_call(const char *entry_point)
         else
             code = failure->code;
     }
+    if (code == HANGS) {
+        hang();
+        code = 0;
+    }
     pthread_mutex_unlock(&calls_lock);
-    return code;
+    if (code == DEINITIALIZED)
+        shut_down = true;
+    return shut_down ? DEINITIALIZED : code;
 }
 
 int take_late_error(void)
@@ -92,6 +111,8 @@ Result enter(const char *entry_point, enum needs needs)
     if (forked()) /* first: locks may have been copied while they were held */
         return NOT_INITIALIZED;
     int injected = count_call(entry_point);
+    if (shut_down)
+        return injected;
     if (!initialised())
         return NOT_INITIALIZED;
     if (needs == NEEDS_CONTEXT) {
@@ -105,7 +126,8 @@ Result enter(const char *entry_point, enum needs needs)
     return injected;
 }
 
-/* "name:nth:code" or "name:nth:code:late", separated by commas; replaces what was set. -1: cannot be read. */
+/* "name:nth:code", "name:nth:code:late" or "name:nth:hang", separated by commas; replaces what was set, and ends
+ * hangs. -1: cannot be read. */
 int set_failures(const char *specification)
 {
     char copy[1024];
@@ -117,18 +139,22 @@ int set_failures(const char *specification)
         return -1;
     strcpy(copy, specification);
     for (char *item = strtok_r(copy, ",", &rest); item; item = strtok_r(NULL, ",", &rest)) {
+        char code[8] = "";
         char late[8] = "";
         if (count == MAX_FAILURES)
             return -1;
         struct failure *failure = &read[count++];
-        int fields = sscanf(item, "%63[^:]:%ld:%d:%7s", failure->name, &failure->nth, &failure->code, late);
-        if (fields < 3 || (fields == 4 && strcmp(late, "late")) || failure->code <= 0 || failure->nth < 0)
+        int fields = sscanf(item, "%63[^:]:%ld:%7[^:]:%7s", failure->name, &failure->nth, code, late);
+        failure->code = strcmp(code, "hang") ? atoi(code) : HANGS;
+        if (fields < 3 || (fields == 4 && strcmp(late, "late")) || failure->code == 0 || failure->nth < 0)
             return -1;
         failure->late = fields == 4;
     }
     pthread_mutex_lock(&calls_lock);
     memcpy(failures, read, sizeof failures);
     failure_count = count;
+    failures_set++;
+    pthread_cond_broadcast(&failures_changed);
     pthread_mutex_unlock(&calls_lock);
     return 0;
 }

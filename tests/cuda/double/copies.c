@@ -205,8 +205,8 @@ Result cuMemcpyBatchAsync(DevicePointer *destinations, DevicePointer *sources, s
         result = sizes[i] ? prepare(stream, &copy, &prepared[i], &wait_for_it) : INVALID_VALUE;
         wait = wait || wait_for_it;
     }
-    for (size_t i = 0; i < count; i++) {
-        prepared[i].first_of_call = i == 0;
+    for (size_t i = count; i-- > 0;) { /* in any order, says CUDA: in the one that nobody means */
+        prepared[i].first_of_call = i == count - 1;
         if (result == SUCCESS)
             enqueue(stream, prepared[i]);
         else

@@ -2,7 +2,10 @@
 #include "double.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "entry_points.h"
 
@@ -41,6 +44,41 @@ void fail_context(struct context *context, Result error)
 
     atomic_compare_exchange_strong(&context->error, &none, error);
     open_gate();
+}
+
+void abandon_context(const struct context *context)
+{
+    struct range *next;
+
+    pthread_mutex_lock(&state);
+    for (struct range *range = ranges; range; range = next) {
+        next = range->next;
+        if (range->device != context->device)
+            continue;
+        if (range->kind == IPC_IMPORT) {
+            take_range(range);
+            munmap(range->base, whole_pages(range->size));
+            close(range->exporter_pidfd);
+            free(range);
+        } else if (range->kind == HOST_REGISTRATION) {
+            take_range(range);
+            pinned_used_bytes -= range->size;
+            free(range);
+        }
+    }
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        if (stream->context == context && !stream->is_default) {
+            stream->destroyed = true;
+            pthread_cond_signal(&stream->wake);
+        }
+    for (struct event *event = events, *after; event; event = after) {
+        after = event->next;
+        if (event->context == context && !event->destroyed) {
+            event->destroyed = true;
+            release_event(event);
+        }
+    }
+    pthread_mutex_unlock(&state);
 }
 
 Result cuInit(unsigned flags)
@@ -171,6 +209,8 @@ Result cuDevicePrimaryCtxRelease(int ordinal)
         if (retained == 0)
             return INVALID_CONTEXT;
     } while (!atomic_compare_exchange_weak(&primary_contexts[ordinal].retained, &retained, retained - 1));
+    if (retained == 1 && primary_contexts[ordinal].error)
+        abandon_context(&primary_contexts[ordinal]);
     return SUCCESS;
 }
 

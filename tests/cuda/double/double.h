@@ -34,6 +34,7 @@ enum {
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
     NOT_INITIALIZED = 3,
+    DEINITIALIZED = 4,
     NO_DEVICE = 100,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
@@ -159,6 +160,9 @@ bool valid_ordinal(int ordinal);
 int ordinal_of(int physical_device); /* -1: not visible */
 bool is_sticky(Result result);
 void fail_context(struct context *context, Result error);
+/* A failed context that nobody holds any more takes its imports, pinned host memory, streams and events with
+ * it. */
+void abandon_context(const struct context *context);
 
 /* --- memory (memory.c); `state` protects every list in this file ------------------------------ */
 

@@ -31,6 +31,7 @@ from segue_daemon.group import MAX_MESSAGE_BYTES
 from segue_daemon.tls import SecureReceiver, client_context, server_context
 from segue_daemon.wire import CONTROL_UNREAD_BYTES
 from support.keys import make_keys
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -79,9 +80,7 @@ class Writer:
     async def write(self, number: int, seq: str) -> None:
         """Over connection `number`; returns once it is there."""
         self.connections[number].sendall(delta(seq))
-        async with asyncio.timeout(30):
-            while seq not in self._world.store.replicas:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.001)
+        await eventually(lambda: seq in self._world.store.replicas, f"{seq} is there", timeout_s=30)
 
     def close(self) -> None:
         for connection in self.connections:

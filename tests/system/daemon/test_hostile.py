@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -92,8 +93,8 @@ def reaching_outside() -> Geometry:
     return Geometry(4, 2, (256,), (Region(0, 192, (4, 9), (64, 2), 2, ("block", "dim")),))
 
 
-def memfd(nbytes: int) -> int:
-    fd = sealable_memory("x")
+def memfd(nbytes: int, name: str = "x") -> int:
+    fd = sealable_memory(name)
     os.ftruncate(fd, nbytes)
     seal_size(fd)
     return fd
@@ -108,7 +109,7 @@ def page() -> int:
 
 
 def pages() -> int:
-    return memfd(256)
+    return memfd(256, "kv-pages")
 
 
 def ring() -> int:
@@ -132,15 +133,16 @@ def unsealed_ring() -> int:
         (register_message(), [ring, bell, page, lambda: memfd(100)], "100 bytes"),
         (register_message(), [lambda: memfd(64), bell, page, pages], "ring"),
         (register_message(), [unsealed_ring, bell, page, pages], "could shrink"),
+        (register_message(), [ring, page, page, pages], "no eventfd"),
         (register_message(fingerprint=b""), [ring, bell, page, pages], "16 bytes"),
         (register_message(geometry=reaching_outside()), [ring, bell, page, pages], "outside"),
     ],
-    ids=["version", "missing", "short", "no ring", "not sealed", "fingerprint", "geometry"],
+    ids=["version", "missing", "short", "no ring", "not sealed", "no bell", "fingerprint", "geometry"],
 )
 def test_a_registration_that_cannot_be_is_refused_with_its_reason(
     pair: DaemonSet, message: Register, fds: list[object], reason: str
 ) -> None:
-    """The engine's log says why it is unprotected."""
+    """The engine's log says why it is unprotected; its memory is not held on to."""
     opened = [make() for make in fds]  # type: ignore[operator]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(5)
@@ -152,6 +154,9 @@ def test_a_registration_that_cannot_be_is_refused_with_its_reason(
     for fd in opened:
         os.close(fd)
     assert pair["a"].status()["engine"]["state"] == "absent"
+    process = pair["a"].process
+    assert process is not None
+    assert "kv-pages" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_garbage_on_the_unix_socket_hurts_only_its_own_connection(pair: DaemonSet) -> None:

@@ -18,11 +18,13 @@ import zmq.asyncio
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import Ack, BulkHello, Control, Delta, End, Hello, Pong, Welcome
+from segue_daemon.bulk_reader import BulkReader
 from segue_daemon.link import Link
 from segue_daemon.placement import Placement
 from segue_daemon.settings import DaemonSettings, PeerSettings, TimeoutSettings
 from segue_daemon.shipment import Ready
-from segue_daemon.wire import encode, recv_bulk_header
+from segue_daemon.wire import encode
+from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -59,7 +61,8 @@ class Peer:
         await self.say(Welcome(PROTOCOL_VERSION, "b", 9, bulk_port, 1 << 20, 1))
         connection, _ = await asyncio.get_running_loop().sock_accept(self.bulk)
         connection.setblocking(False)
-        hello, _, _ = await recv_bulk_header(connection, peer="a")
+        self.reader = BulkReader(connection, peer="a")
+        hello, _, _ = await self.reader.header()
         assert isinstance(hello, BulkHello)
         return connection
 
@@ -90,8 +93,8 @@ async def stage() -> AsyncIterator[tuple[Peer, Link]]:
         peer.context.term()
 
 
-async def next_end(connection: socket.socket) -> End:
-    message, _, _ = await recv_bulk_header(connection, peer="a")
+async def next_end(peer: Peer) -> End:
+    message, _, _ = await peer.reader.header()
     assert isinstance(message, End)
     return message
 
@@ -101,10 +104,10 @@ async def test_an_end_that_nobody_confirmed_is_said_again(stage: tuple[Peer, Lin
     peer, link = stage
     connection = await peer.accept()
     link.end(7, "s", 2)
-    assert await next_end(connection) == End("s", 2, 7)
+    assert await next_end(peer) == End("s", 2, 7)
     connection.close()
     again = await peer.accept()
-    assert await next_end(again) == End("s", 2, 7)
+    assert await next_end(peer) == End("s", 2, 7)
     again.close()
 
 
@@ -113,16 +116,14 @@ async def test_an_end_is_not_said_again_once_something_later_was_answered(stage:
     peer, link = stage
     connection = await peer.accept()
     link.end(7, "s", 2)
-    await next_end(connection)
+    await next_end(peer)
     await peer.say(Ack(1, "other", 1, 0, 0))
     await peer.say(Pong(1, 12345, 12345, 0, False))
-    async with asyncio.timeout(10):
-        while link.free_bytes != 12345:  # noqa: ASYNC110 - the link tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: link.free_bytes == 12345, "it is heard")
     connection.close()
     again = await peer.accept()
     link.end(7, "t", 1)
-    assert await next_end(again) == End("t", 1, 7)
+    assert await next_end(peer) == End("t", 1, 7)
     again.close()
 
 
@@ -132,7 +133,7 @@ async def test_ends_of_two_lives_of_an_engine_are_two(stage: tuple[Peer, Link]) 
     connection = await peer.accept()
     link.end(7, "s", 1)
     link.end(8, "s", 1)
-    assert [await next_end(connection) for _ in range(2)] == [End("s", 1, 7), End("s", 1, 8)]
+    assert [await next_end(peer) for _ in range(2)] == [End("s", 1, 7), End("s", 1, 8)]
     connection.close()
 
 
@@ -143,12 +144,10 @@ async def test_an_answer_that_was_lost_is_noticed(stage: tuple[Peer, Link]) -> N
     always_something_to_send(link, 2, lambda _: None)
     link.end(7, "first", 1)
     while link._outbox.in_flight < 2:
-        await recv_bulk_header(connection, peer="a")
+        await peer.reader.header()
     await peer.say(Ack(1, "busy", 1, 1, 1))
     await peer.say(Pong(1, 5, 5, 0, False, 1))
-    async with asyncio.timeout(10):
-        while link.free_bytes != 5:  # noqa: ASYNC110 - the link tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: link.free_bytes == 5, "it is heard")
     assert link.connected, "all that was consumed was answered"
     reasons: list[str] = []
     link._disconnected = reasons.append  # type: ignore[method-assign]
@@ -176,8 +175,7 @@ async def test_nobody_waits_for_what_will_never_be_sent(stage: tuple[Peer, Link]
         link._settings = msgspec.structs.replace(link._settings, replication=settings)
     link._shipments[7] = shipment
     async with asyncio.timeout(10):
-        while not link.connected:  # noqa: ASYNC110 - the link tells nobody
-            await asyncio.sleep(0.01)
+        await eventually(lambda: link.connected, "the link stands")
         salvage = asyncio.create_task(link.flushed(session))
         await asyncio.sleep(0)
         assert salvage.done() == (why == "only receives")
@@ -189,15 +187,15 @@ async def test_nobody_waits_for_what_will_never_be_sent(stage: tuple[Peer, Link]
 def always_something_to_send(link: Link, count: int, before: Callable[[int], None]) -> None:
     """Put `count` small deltas into the link's outbox, ready at once; `before(n)` comes before the nth."""
 
-    def following(drain: Callable[[], None], now_ns: int) -> Ready | int:
+    def following(drain: Callable[[], None], now_ns: int) -> list[Ready] | int:
         number = link._outbox.number = link._outbox.number + 1
         if number > count:
             return 0
         before(number)
         delta = Delta(number, "busy", 1, 7, b"f" * 16, b"", 4, 64, 0, bytes(4), (), 0)
-        return Ready(delta, memoryview(b""))
+        return [Ready(delta, memoryview(b""))]
 
-    link._outbox.next = following  # type: ignore[method-assign]
+    link._outbox.next_deltas = following  # type: ignore[method-assign]
 
 
 async def test_an_end_does_not_wait_until_there_is_nothing_else_to_send(stage: tuple[Peer, Link]) -> None:
@@ -212,7 +210,7 @@ async def test_an_end_does_not_wait_until_there_is_nothing_else_to_send(stage: t
 
     always_something_to_send(link, 50, before)
     link.end(7, "first", 1)
-    seen = [(await recv_bulk_header(connection, peer="a"))[0] for _ in range(52)]
+    seen = [(await peer.reader.header())[0] for _ in range(52)]
     assert [at for at, message in enumerate(seen) if isinstance(message, End)] == [0, 4]
     connection.close()
 

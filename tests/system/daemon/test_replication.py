@@ -159,8 +159,9 @@ ENGINE_PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from support.light_engine import LightEngine
+from support.waiting import wait_for
 engine = LightEngine({socket!r}, "a", incarnation=int(sys.argv[1]), num_blocks=64)
-while not engine.exporter.registered: time.sleep(0.01)
+wait_for(lambda: engine.exporter.registered, "registered")
 live = engine.start("s", list(range(100)))
 engine.step()
 for token in range(int(sys.argv[2])):

@@ -16,6 +16,7 @@ import zmq.asyncio
 from segue_core.clock import MonotonicClock
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.peer import (
+    Ack,
     BulkHello,
     Control,
     Delta,
@@ -26,6 +27,7 @@ from segue_core.messages.peer import (
     Part,
     PartKind,
     Ping,
+    Pong,
     Welcome,
     bulk_head,
 )
@@ -35,6 +37,7 @@ from segue_daemon.receiver import Receiver
 from segue_daemon.settings import DaemonSettings, ListenSettings, TimeoutSettings
 from segue_daemon.store import ReplicaStore
 from segue_daemon.wire import send_bulk
+from support.waiting import eventually
 
 PAYLOAD = bytes(64)
 
@@ -101,9 +104,7 @@ async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
 
 
 async def replicas(stage: Stage, count: int) -> None:
-    async with asyncio.timeout(10):
-        while len(stage.store.replicas) != count:  # noqa: ASYNC110 - the store tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(stage.store.replicas) == count, f"{count} replicas")
 
 
 async def test_a_writer_whose_host_lost_power_is_given_up(stage: Stage) -> None:
@@ -186,9 +187,7 @@ async def test_a_writer_is_told_what_the_store_gave_up(stage: Stage, away: bool)
 
 async def writer_noticed_gone(stage: Stage) -> None:
     """Wait until the receiver has noticed that the writer is gone."""
-    async with asyncio.timeout(10):
-        while stage.receiver._writers:  # noqa: ASYNC110 - the receiver tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not stage.receiver._writers, "nobody writes")
 
 
 async def test_a_writer_that_never_pauses_lets_others_run(stage: Stage) -> None:
@@ -200,7 +199,7 @@ async def test_a_writer_that_never_pauses_lets_others_run(stage: Stage) -> None:
     def slowly(end: End) -> None:
         nonlocal heard
         heard += 1
-        time.sleep(0.001)
+        time.sleep(0.001)  # work, while nobody else runs
 
     stage.store.end = slowly  # type: ignore[method-assign]
     message = msgspec.msgpack.encode(End("nobody", 1, 7))
@@ -212,4 +211,40 @@ async def test_a_writer_that_never_pauses_lets_others_run(stage: Stage) -> None:
         await asyncio.sleep(0)
         longest = max(longest, time.monotonic() - began)
     assert longest < 0.15
+    peer.close()
+
+
+async def test_answers_that_cannot_be_sent_are_not_lost(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that does not read for a moment hears of every delta later, in order; a sign of life before
+    that does not claim that it was told already."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    send = stage.receiver._send_frames
+    blocked = True
+
+    async def at_times(identity: bytes, messages: list[bytes]) -> bool:
+        is_pong = isinstance(msgspec.msgpack.decode(messages[0], type=Control), Pong)
+        return await send(identity, messages) if is_pong or not blocked else False
+
+    monkeypatch.setattr(stage.receiver, "_send_frames", at_times)
+    part = Part(0, PartKind.WHOLE, b"", 64)
+    checksum = checksum_of_payload((part,), PAYLOAD)
+    for number in range(1, 4):
+        delta = Delta(number, f"s{number}", 1, 7, b"f" * 16, b"", 4, 64, 0, bytes(8), (part,), checksum)
+        await send_bulk(peer.socket, delta, memoryview(PAYLOAD))
+    await replicas(stage, 3)
+    pong = await peer.ask(Ping(1))
+    assert isinstance(pong, Pong) and pong.consumed_bytes == 0
+    blocked = False
+    await peer.control.send(msgspec.msgpack.encode(Ping(2)))
+    heard: list[msgspec.Struct] = []
+    async with asyncio.timeout(10):
+        while len(heard) < 4:
+            frames = await peer.control.recv_multipart()
+            heard += [msgspec.msgpack.decode(frame, type=Control) for frame in frames]
+    assert [getattr(message, "seq", "") for message in heard] == ["s1", "s2", "s3", ""]
+    last, pong = heard[-2:]
+    assert isinstance(last, Ack) and isinstance(pong, Pong) and pong.consumed_bytes == last.consumed_bytes
     peer.close()

@@ -31,6 +31,7 @@ from segue_daemon.kept import OwnKeep
 from segue_daemon.pages import HostPages, PagesError
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
+from support.waiting import eventually
 
 
 def begin(step: int, seq: str = "s", computed: int = 0, **more: Any) -> Begin:
@@ -206,9 +207,7 @@ async def test_an_engine_whose_memory_is_lost_is_let_go_and_may_come_back(bench:
     session.pages.failure = "the GPU is lost"
     watch = asyncio.create_task(bench.host.watch_progress())
     try:
-        async with asyncio.timeout(20):
-            while not session.closed:  # noqa: ASYNC110  # nobody tells
-                await asyncio.sleep(0.005)
+        await eventually(lambda: session.closed, "it is let go")
     finally:
         watch.cancel()
     assert bench.connection.told == [Refused("the GPU is lost", retry=True)]

@@ -25,26 +25,31 @@ def planner() -> Planner:
     return Planner(block_size=BLOCK, sync_every_tokens=1, delta_tokens=DELTA)
 
 
-def shares(live: dict[str, Sequence], turns: int) -> Counter[str]:
-    """Tokens of each after so many deltas, of prompts that nobody gets to the end of."""
+def shares(live: dict[str, Sequence], turns: int, *, growing: bool) -> Counter[str]:
+    """Tokens of each after so many deltas, of prompts that nobody gets to the end of. `growing`: the journal
+    says of each while it is copied that there is more of it."""
     plans, sent = planner(), Counter[str]()
     for found in live.values():
         plans.note(found)
     for _ in range(turns):
         plan = plans.next(live.get)
         assert plan is not None
+        if growing:
+            plans.note(live[plan.seq])
         plans.sent(live[plan.seq], plan.upto)
         sent[plan.seq] += plan.upto - plan.base
     return sent
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(sorted(PRICE)), min_size=2))
-def test_a_short_way_is_shared_by_weight_and_nobody_starves(words: dict[str, Replication]) -> None:
+@given(st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(sorted(PRICE)), min_size=2), st.booleans())
+def test_a_short_way_is_shared_by_weight_and_nobody_starves(
+    words: dict[str, Replication], growing: bool
+) -> None:
     """Sixteen bytes of high, four of normal and one of low, to within a delta of each."""
     live = {name: sequence(name, word, 1_000_000) for name, word in words.items()}
     turns = 40 * sum(16 // PRICE[word] for word in words.values())
-    sent = shares(live, turns)
+    sent = shares(live, turns, growing=growing)
     paid = {name: sent[name] * PRICE[word] for name, word in words.items()}
     assert max(paid.values()) - min(paid.values()) <= 2 * DELTA * max(PRICE.values())
     assert all(sent[name] > 0 for name in words)

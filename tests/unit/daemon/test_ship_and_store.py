@@ -3,7 +3,6 @@ has is byte for byte what the engine computed."""
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from typing import Any
@@ -13,129 +12,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue_core.content_key import KEY_BYTES, block_key, root_key
-from segue_core.geometry import Geometry, Region
-from segue_core.messages.journal import Begin, Commit, SequenceBegin, SequenceUpdate
-from segue_core.messages.peer import Ack, Delta, End, Nack, NackReason, Part, PartKind
+from segue_core.content_key import KEY_BYTES
+from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
 from segue_daemon.blocks import BlockPool
-from segue_daemon.bucket import Bucket, SharedBudget, Throttle
+from segue_daemon.deltas import checksum_of_payload
 from segue_daemon.differ import Differ
-from segue_daemon.ledger import Changes, Ledger
-from segue_daemon.outbox import Outbox
-from segue_daemon.pages import HostPages
 from segue_daemon.planner import Planner
 from segue_daemon.replicas import Refusal, Wanted
-from segue_daemon.settings import ReplicationSettings
-from segue_daemon.shipment import MAX_RETRIES_AT_ONCE, Ready, Shipment
 from segue_daemon.store import ReplicaStore
-
-SIZE = 4
-DIM = 24
-BLOCKS = 12
-FINGERPRINT = b"f" * 16
-
-
-def opaque() -> Geometry:
-    """Slots spread over the block, as K is in vLLM's CPU kernels: [block, dim, slot], two layers."""
-    shape, strides = (BLOCKS, DIM, SIZE), (DIM * SIZE * 2, SIZE * 2, 2)
-    layer = BLOCKS * DIM * SIZE * 2
-    regions = tuple(Region(0, i * layer, shape, strides, 2, ("block", "opaque", "opaque")) for i in range(2))
-    return Geometry(BLOCKS, SIZE, (2 * layer,), regions).validate()
-
-
-def slotted() -> Geometry:
-    """[block, slot, dim]: a slot's bytes lie together."""
-    layer = BLOCKS * DIM * SIZE * 2
-    shape, strides = (BLOCKS, SIZE, DIM), (DIM * SIZE * 2, DIM * 2, 2)
-    regions = tuple(Region(0, i * layer, shape, strides, 2, ("block", "slot", "dim")) for i in range(2))
-    return Geometry(BLOCKS, SIZE, (2 * layer,), regions).validate()
-
-
-class Engine:
-    """A toy engine in this process: pages in a memfd, its journal applied to a ledger directly."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-        self.fd = os.memfd_create("toy")
-        os.ftruncate(self.fd, geometry.handle_bytes[0])
-        self.pages = HostPages(geometry, [self.fd])
-        self.ledger = Ledger(geometry, FINGERPRINT, max_sequences=100)
-        self.free = list(range(BLOCKS))
-        self.tables: dict[str, list[int]] = {}
-        self.ids: dict[str, list[int]] = {}
-        self.computed: dict[str, int] = {}
-
-    def write(self, block: int, slot: int, token: int, position: int) -> None:
-        values = kv(token, position)
-        for layer, region in enumerate(self.geometry.regions):
-            for dim in range(DIM):
-                at = region.offset + block * region.strides[0]
-                at += (
-                    (dim * region.strides[1] + slot * 2)
-                    if "dim" not in region.axes
-                    else slot * DIM * 2 + dim * 2
-                )
-                os.pwrite(self.fd, values[layer, dim].tobytes(), at)
-
-    def run(self, seq: str, new_ids: list[int]) -> None:
-        """Append `new_ids` and compute them in one step. Silently nothing if there are no blocks."""
-        table = self.tables.setdefault(seq, [])
-        ids = self.ids.setdefault(seq, [])
-        need = -(-(len(ids) + len(new_ids)) // SIZE) - len(table)
-        if need > len(self.free):
-            return
-        new = [self.free.pop() for _ in range(need)]
-        first = not ids
-        table += new
-        ids += new_ids
-        packed = array("I", new_ids).tobytes(), array("I", new).tobytes()
-        self.ledger.apply(
-            Begin(
-                0,
-                False,
-                packed[1],
-                (SequenceBegin(seq, 1, b"", packed[0], packed[1], 0),) if first else (),
-                () if first else (SequenceUpdate(seq, *packed),),
-                (),
-                (),
-            )
-        )
-        for position in range(self.computed.get(seq, 0), len(ids)):
-            self.write(table[position // SIZE], position % SIZE, ids[position], position)
-        self.computed[seq] = len(ids)
-        self.ledger.apply(Commit(0, ((seq, len(ids)),)))
-
-    def finish(self, seq: str) -> None:
-        self.free += self.tables.pop(seq, [])
-        self.ids.pop(seq, None)
-        self.computed.pop(seq, None)
-        self.ledger.apply(Begin(0, False, b"", (), (), (), (seq,)))
-
-    def close(self) -> None:
-        self.pages.close()
-        os.close(self.fd)
-
-
-def kv(token: int, position: int) -> np.ndarray[Any, Any]:
-    base = np.arange(2 * DIM, dtype=np.int64).reshape(2, DIM)
-    return ((base * 131 + token * 7919 + position * 104729) % 30011 + 1).astype(np.int16)
-
-
-def receive(store: ReplicaStore, delta: Delta, payload: bytes) -> int | Refusal:
-    """What the receiver does, without sockets."""
-    reservation = store.reserve(delta, "a")
-    if isinstance(reservation, Refusal):
-        return reservation
-    at, buffered = 0, {}
-    for index, part in enumerate(delta.parts):
-        data = np.frombuffer(payload[at : at + part.nbytes], np.uint8)
-        at += part.nbytes
-        target = store.room_for(reservation, index)
-        if target is not None:
-            target[:] = data
-        elif part.kind != PartKind.KEY:
-            buffered[index] = data
-    return store.commit(reservation, buffered)
+from support.ship_engine import (
+    DIM,
+    FINGERPRINT,
+    SIZE,
+    Engine,
+    delta,
+    ids,
+    kv,
+    opaque,
+    receive,
+    slotted,
+)
 
 
 def stored_tokens_are_right(
@@ -195,6 +91,7 @@ def test_what_the_store_claims_is_what_the_engine_computed(seed: int, layout: An
         built = differ.build(sequence, plan, number)
         if built is None:
             continue
+        assert built.delta.checksum == checksum_of_payload(built.delta.parts, bytes(built.payload))
         differ.accept(built)
         planner.sent(sequence, built.upto)
         fate = rng.random()
@@ -224,30 +121,6 @@ def test_what_the_store_claims_is_what_the_engine_computed(seed: int, layout: An
 def pool_bytes(store: ReplicaStore) -> int:
     pool: BlockPool = store._pool
     return sum(-(-b.nbytes // 64) * 64 for b in pool._cached.values())
-
-
-def ids(count: int) -> bytes:
-    return array("I", range(count)).tobytes()
-
-
-def delta(**changes: Any) -> Delta:
-    """A well-formed delta of one whole sealed block and a tail."""
-    key = block_key(root_key(FINGERPRINT, b""), ids(4))
-    good = {
-        "number": 1,
-        "seq": "s",
-        "epoch": 3,
-        "incarnation": 1,
-        "fingerprint": FINGERPRINT,
-        "salt": b"",
-        "block_size": SIZE,
-        "block_bytes": 64,
-        "base": 0,
-        "token_ids": ids(6),
-        "parts": (Part(0, PartKind.WHOLE, key, 64), Part(1, PartKind.WHOLE, b"", 64)),
-        "checksum": 0,
-    }
-    return Delta(**(good | changes))
 
 
 @pytest.mark.parametrize(
@@ -341,193 +214,6 @@ def test_only_token_for_token_agreement_counts() -> None:
     assert held(b"\xff\0\0\0" + ids(9)) == 0
     assert held(ids(9), salt=b"other tenant") == 0
     assert held(ids(9), fingerprint=b"g" * 16) == 0
-
-
-def test_answers_to_old_deltas_do_not_rewind_twice() -> None:
-    """Several deltas under way are refused one after another; only the first refusal starts over."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation = engine.pages, engine.ledger, 1
-
-    engine.run("s", list(range(20)))
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-    first = shipment.next_delta(1, lambda: None)
-    engine.run("s", [1])
-    shipment.note(Changes(grown=("s",)))
-    second = shipment.next_delta(2, lambda: None)
-    assert first and second and second.delta.base == 20
-    shipment.nacked(Nack(1, "s", 1, 0, NackReason.GAP, 0))
-    shipment.nacked(Nack(2, "s", 1, 0, NackReason.GAP, 0))
-    third = shipment.next_delta(3, lambda: None)
-    assert third and (third.delta.base, len(third.delta.token_ids)) == (0, 84)
-    shipment.nacked(Nack(2, "s", 1, 0, NackReason.GAP, 0))
-    assert shipment.next_delta(4, lambda: None) is None
-    shipment.acked(Ack(3, "s", 1, 21, 0))
-    assert shipment.lag_tokens() == 0
-    engine.close()
-
-
-def test_answers_from_before_a_sequence_left_and_came_back_do_not_count() -> None:
-    """A sequence moved away from a peer and back: acks under way since before then say nothing about now."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    engine.run("s", list(range(20)))
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-    assert shipment.next_delta(1, lambda: None)
-    assert shipment.forget("s") == 1, "the epoch that is to be ended at the peer"
-    shipment.begin("s", 0)
-    again = shipment.next_delta(2, lambda: None)
-    assert again and again.delta.base == 0
-    shipment.acked(Ack(1, "s", 1, 20, 0))
-    assert shipment.watermark("s") == 0
-    shipment.acked(Ack(2, "s", 1, 20, 0))
-    assert shipment.watermark("s") == 20
-    assert shipment.need_bytes("s") == 5 * engine.geometry.block_bytes
-    engine.close()
-
-
-def test_what_a_peer_gave_up_is_not_counted_as_held() -> None:
-    """A nack that no delta caused: the replica made room for others. Its watermark is what the peer says."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    engine.run("s", list(range(20)))
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-    shipment.next_delta(1, lambda: None)
-    shipment.acked(Ack(1, "s", 1, 20, 0))
-    shipment.nacked(Nack(0, "s", 1, 0, NackReason.NO_ROOM, 0))
-    assert shipment.watermark("s") == 0
-    shipment.retry_refused(1 << 20)
-    again = shipment.next_delta(2, lambda: None)
-    assert again and again.delta.base == 0
-    engine.close()
-
-
-def test_what_was_refused_takes_turns_when_it_is_tried_again() -> None:
-    """Those that never fit do not stand in the way of one that would."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    names = [f"s{i}" for i in range(MAX_RETRIES_AT_ONCE + 1)]
-    for name in names:
-        engine.ledger.apply(
-            Begin(0, False, b"", (SequenceBegin(name, 1, b"", ids(4), bytes(4), 4),), (), (), ())
-        )
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-    tried = []
-    number = 0
-    for _ in range(3):
-        while ready := shipment.next_delta(number + 1, lambda: None):
-            number += 1
-            tried.append(ready.delta.seq)
-            shipment.nacked(Nack(number, ready.delta.seq, 1, 0, NackReason.NO_ROOM, 0))
-        shipment.retry_refused(1 << 20)
-    assert all(tried.count(name) > 1 for name in names)
-    engine.close()
-
-
-def test_a_full_peer_is_not_sent_more_than_it_may_have_room_for() -> None:
-    """What it refused is tried again at each sign of life: for one block of room one try, not all of them."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    for name in ("a", "b", "c"):
-        begun = SequenceBegin(name, 1, b"", ids(8), array("I", (0, 1)).tobytes(), 8)
-        engine.ledger.apply(Begin(0, False, b"", (begun,), (), (), ()))
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-    block, number, tried = engine.geometry.block_bytes, 0, []
-    for room in (0, block, 4 * block, 1 << 20):
-        shipment.retry_refused(room)
-        tried.append(0)
-        while ready := shipment.next_delta(number + 1, lambda: None):
-            number, tried[-1] = number + 1, tried[-1] + 1
-            shipment.nacked(Nack(number, ready.delta.seq, 1, 0, NackReason.NO_ROOM, 0))
-    assert tried == [3, 1, 2, 3]
-    engine.close()
-
-
-def test_after_a_rewind_a_tail_goes_whole_until_the_peer_has_confirmed_one() -> None:
-    """Deltas sent before the rewind may still be taken: changed words would fit what nobody is sure of."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    engine.write = lambda *_: None  # type: ignore[method-assign]
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-
-    def kind_of(number: int, tokens: int = 1) -> PartKind:
-        engine.run("s", list(range(tokens)))
-        shipment.note(Changes(grown=("s",)))
-        ready = shipment.next_delta(number, lambda: None)
-        assert ready is not None
-        return ready.delta.parts[-1].kind
-
-    assert [kind_of(1, 9), kind_of(2)] == [PartKind.WHOLE, PartKind.ITEMS]
-    shipment.nacked(Nack(2, "s", 1, 9, NackReason.GAP, 0))
-    assert kind_of(3) == PartKind.WHOLE
-    shipment.acked(Ack(2, "s", 1, 10, 0))
-    assert kind_of(4) == PartKind.WHOLE, "the peer took the delta from before the rewind"
-    assert kind_of(5) == PartKind.WHOLE
-    shipment.acked(Ack(5, "s", 1, 13, 0))
-    assert [kind_of(6), kind_of(7)] == [PartKind.WHOLE, PartKind.ITEMS]
-    engine.close()
-
-
-def test_nothing_is_built_without_credit_or_budget() -> None:
-    """What cannot leave is not copied: it is built from what is true when it can."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
-    outbox = Outbox(Throttle("b", Bucket(1000, 100), SharedBudget(0)))
-    outbox.opened(1000)
-    assert outbox.delta_bytes(1 << 20) == 100
-    engine.run("s", [1])
-    outbox.shipments[1] = shipment = Shipment(Session(), ReplicationSettings(), 100, lambda _: True)  # type: ignore[arg-type]
-    first = outbox.next(lambda: None, 0)
-    assert isinstance(first, Ready) and len(first.delta.token_ids) == 4
-    outbox.sent(501)
-    for token in range(2):
-        engine.run("s", [token])
-        shipment.note(Changes(grown=("s",)))
-        assert outbox.next(lambda: None, 0) == 0, "more than half the window is unacked"
-    outbox.consumed(10_000)
-    assert outbox.in_flight == 0
-    outbox.throttle.take(600, 0)
-    assert outbox.next(lambda: None, 0) == 500_000_000
-    second = outbox.next(lambda: None, 500_000_000)
-    assert isinstance(second, Ready) and len(second.delta.token_ids) == 8
-    engine.close()
-
-
-def test_a_copy_of_a_block_that_changed_hands_is_thrown_away() -> None:
-    """Copy, then check: the journal said meanwhile that the block is somebody else's."""
-    engine = Engine(opaque())
-
-    class Session:
-        pages, ledger, incarnation = engine.pages, engine.ledger, 1
-
-    engine.run("s", list(range(8)))
-    shipment = Shipment(Session(), ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
-
-    def reassigned() -> None:
-        engine.ledger.apply(Begin(0, False, array("I", engine.tables["s"][:1]).tobytes(), (), (), (), ()))
-
-    assert shipment.next_delta(1, reassigned) is None
-    assert shipment.torn == 1
-    engine.close()
 
 
 def a_tail(epoch: int, incarnation: int) -> Delta:

@@ -10,8 +10,9 @@ import pytest
 
 from segue_core.errors import ProtocolError
 from segue_core.messages.peer import End, bulk_head
-from segue_daemon import wire
-from segue_daemon.wire import recv_bulk_header, recv_into, send_bulk
+from segue_daemon import bulk_reader
+from segue_daemon.bulk_reader import BulkReader
+from segue_daemon.wire import encode, send_bulk, send_frames
 
 MESSAGE = End("s", 1, 7)
 
@@ -41,16 +42,59 @@ def test_a_frame_arrives_whole_through_small_buffers(payload_bytes: int) -> None
                 await send_bulk(one, MESSAGE, memoryview(payload))
 
         sending = asyncio.create_task(send())
+        reader = BulkReader(other, peer="a")
         for _ in range(2):
-            message, length, _ = await recv_bulk_header(other, peer="a")
+            message, length, _ = await reader.header()
             assert (message, length) == (MESSAGE, payload_bytes)
             target = bytearray(length)
-            await recv_into(other, memoryview(target))
+            await reader.fill(memoryview(target))
             assert target == payload
         await sending
         one.close()
         with pytest.raises(EOFError):
-            await recv_bulk_header(other, peer="a")
+            await reader.header()
+        other.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_frames_of_all_sizes_that_come_together_are_read_one_by_one(apart: bool) -> None:
+    """Small ones are read ahead, several at once; none is taken for another, and before the reader waits for
+    more it says so."""
+
+    async def run() -> None:
+        one, other = pair(1 << 18)
+        sizes = [0, 300, 40_000, 0, 200_000, 1, bulk_reader.AHEAD_BYTES + 1, 131_000, 131_000, 131_000, 9]
+        payloads = [os.urandom(size) for size in sizes]
+        frames = [(End(f"s{at}", 1, 7), memoryview(payload)) for at, payload in enumerate(payloads)]
+        waits = 0
+
+        async def note_wait() -> None:
+            nonlocal waits
+            waits += 1
+
+        async def send() -> None:
+            for few in [[frame] for frame in frames] if apart else [frames]:
+                await send_frames(one, few)
+
+        sending = asyncio.create_task(send())
+        reader = BulkReader(other, peer="a", before_wait=note_wait)
+        for at, payload in enumerate(payloads):
+            message, length, _ = await reader.header()
+            assert message == End(f"s{at}", 1, 7)
+            if at % 3 == 2:
+                target = bytearray(length)
+                await reader.fill(memoryview(target))
+                assert target == payload
+            else:
+                assert await reader.view(length) == payload
+        await sending
+        assert waits
+        one.send(b"x" * 10)
+        one.close()
+        with pytest.raises(ProtocolError, match="ended inside a frame"):
+            await reader.header()
         other.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
@@ -62,7 +106,7 @@ def test_a_sender_that_goes_in_the_middle_of_a_frame_is_noticed() -> None:
     async def run() -> None:
         one, other = pair(1 << 20)
         one.send(b"x" * 10)
-        reading = asyncio.create_task(recv_into(other, memoryview(bytearray(1 << 20))))
+        reading = asyncio.create_task(BulkReader(other, peer="a").fill(memoryview(bytearray(1 << 20))))
         await asyncio.sleep(0)
         one.close()
         with pytest.raises(ProtocolError):
@@ -74,12 +118,13 @@ def test_a_sender_that_goes_in_the_middle_of_a_frame_is_noticed() -> None:
 
 def test_others_run_while_a_socket_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are always there already do not keep the event loop."""
-    monkeypatch.setattr(wire, "TURN_BYTES", 1000)
+    monkeypatch.setattr(bulk_reader, "TURN_BYTES", 1000)
 
     async def run() -> None:
         one, other = pair(1 << 20)
         await send_bulk(one, MESSAGE, memoryview(bytes(50_000)))
-        _, length, _ = await recv_bulk_header(other, peer="a")
+        reader = BulkReader(other, peer="a")
+        _, length, _ = await reader.header()
         turns = 0
         done = False
 
@@ -92,7 +137,7 @@ def test_others_run_while_a_socket_never_runs_dry(monkeypatch: pytest.MonkeyPatc
         else_ = asyncio.create_task(somebody_else())
         target = memoryview(bytearray(length))
         for at in range(0, length, 10_000):
-            await recv_into(other, target[at : at + 10_000])
+            await reader.fill(target[at : at + 10_000])
         done = True
         await else_
         assert turns >= 3
@@ -104,12 +149,32 @@ def test_others_run_while_a_socket_never_runs_dry(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_header_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that stops in the middle does not have megabytes held for it as long as it likes."""
-    monkeypatch.setattr(wire, "HEADER_S", 0.01)
+    monkeypatch.setattr(bulk_reader, "HEADER_S", 0.01)
     one, other = pair(1 << 16)
     one.send(bulk_head(bytes(1 << 20), 0) + bytes(100))
     async with asyncio.timeout(30) as patience:
         with pytest.raises(TimeoutError):
-            await recv_bulk_header(other, peer="a")
+            await BulkReader(other, peer="a").header()
+    assert not patience.expired()
+    one.close()
+    other.close()
+
+
+async def test_a_payload_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is room in the store held for one that stops in the middle of what it announced; a writer with
+    nothing to say may wait as long as it likes."""
+    monkeypatch.setattr(bulk_reader, "PAYLOAD_S", 0.01)
+    one, other = pair(1 << 16)
+    reader = BulkReader(other, peer="a")
+    idle = asyncio.create_task(reader.header())
+    await asyncio.sleep(0.03)
+    assert not idle.done()
+    header = encode(MESSAGE)
+    one.send(bulk_head(header, 100) + header + bytes(99))
+    async with asyncio.timeout(30) as patience:
+        await idle
+        with pytest.raises(TimeoutError):
+            await reader.fill(memoryview(bytearray(100)))
     assert not patience.expired()
     one.close()
     other.close()

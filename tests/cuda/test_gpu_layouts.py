@@ -1,0 +1,56 @@
+"""vLLM's layouts from GPU to GPU, on the double: packed into blocks on one engine, layer by layer on the
+other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.pages_engine import BLOCK_SIZE
+from support.cuda_double import Settings
+from support.cuda_process import CudaProcess
+from support.daemons import DaemonSet
+from support.waiting import wait_for
+
+ENGINE = Path(__file__).parent / "layout_engine.py"
+IDS = list(range(100, 115))
+TOKENS = 14
+"""Three whole blocks and half a tail."""
+
+
+@pytest.fixture
+def daemons(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonSet]:
+    """Two daemons that find the double where the driver would be."""
+    for name, value in Settings().environment(library_folder).items():
+        monkeypatch.setenv(name, value)
+    made = DaemonSet("a", "b")
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(("first_has", "standby_has"), [("LBNHC", "BLNHC"), ("BLHNC", "LHBNC")])
+def test_an_engine_goes_on_from_one_whose_memory_is_laid_out_differently(
+    daemons: DaemonSet, library_folder: Path, first_has: str, standby_has: str
+) -> None:
+    """NHD and HND: a block means the same bytes wherever layers lie, and a tail is its tokens' bytes."""
+    first, standby = (CudaProcess(library_folder, ENGINE) for _ in "ab")
+    try:
+        daemons.start()
+        assert first.call("join", daemons["a"].socket, "a", 1, first_has, True) == [True, True]
+        assert standby.call("join", daemons["b"].socket, "b", 2, standby_has, False) == [True, True]
+        for name in "ab":
+            ready = lambda daemon=daemons[name]: daemon.get("/readyz")[0] == 200  # noqa: E731
+            wait_for(ready, f"engine {name} is registered")
+        first.call("run", IDS, TOKENS)
+        wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
+        first.kill()
+        assert standby.call("take_over", IDS, [8, 9, 10, 11]) == TOKENS
+        for number in range(4):
+            last = min(BLOCK_SIZE, TOKENS - number * BLOCK_SIZE)
+            wanted = standby.call("computed", number, 0, last)
+            assert standby.call("slots", 8 + number, 0, last) == wanted
+    finally:
+        first.kill()
+        standby.kill()
