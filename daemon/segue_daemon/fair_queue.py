@@ -50,7 +50,7 @@ class FairQueue:
     def charge(self, name: str, cost: int) -> None:
         """What `name` took with its last turn."""
         self._served[name] = max(self._clock, self._served.get(name, 0)) + cost
-        if name in self._waiting:  # it came back before it was charged, and would have its next turn for nothing
+        if name in self._waiting:  # it came back before it was charged: its next turn is not for nothing
             self.discard(name)
             self.add(name)
 

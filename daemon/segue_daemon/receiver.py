@@ -244,6 +244,7 @@ class Receiver:
         for writer in list(self._writers.values()):
             for loss in self._losses.take(writer.name):
                 log.debug("replica given up", peer=loss.writer, seq=loss.seq, reason=loss.reason.name)
+                await self._answer(writer)  # an ack from before the loss that came after it would undo it
                 nack = Nack(0, loss.seq, loss.epoch, loss.watermark, loss.reason, writer.answered)
                 await self.send(writer.identity, nack)
 

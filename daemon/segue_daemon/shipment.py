@@ -354,4 +354,4 @@ MAX_REWINDS = 8
 """Rewinds of one sequence without an ack in between; after that it waits for the next sign of life."""
 MAX_RETRIES_AT_ONCE = 16
 MAX_TAILS_AT_ONCE = 32
-"""However small they are: each takes its time, in which nobody else is served, and has a header of its own."""
+"""However small they are: each takes time in which nobody else is served, and has a header of its own."""

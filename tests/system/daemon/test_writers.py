@@ -185,6 +185,22 @@ async def test_a_writer_is_told_what_the_store_gave_up(stage: Stage, away: bool)
     peer.close()
 
 
+async def test_a_loss_is_told_after_the_acks_from_before_it(stage: Stage) -> None:
+    """Acks wait for each other. One that came after the word that its replica is gone would say that the peer
+    has room for it."""
+    peer = Peer(stage.context, stage.receiver, 5)
+    await peer.connect()
+    await peer.ship()
+    (writer,) = stage.receiver._writers.values()
+    writer.answers.append(msgspec.msgpack.encode(Ack(2, "s", 1, 2, 1)))
+    stage.store.budget.limit = 0
+    stage.store.evictor.trim(MonotonicClock().now_ns())
+    async with asyncio.timeout(10):
+        heard = [msgspec.msgpack.decode(await peer.control.recv(), type=Control) for _ in range(2)]
+    assert [type(message) for message in heard] == [Ack, Nack]
+    peer.close()
+
+
 async def writer_noticed_gone(stage: Stage) -> None:
     """Wait until the receiver has noticed that the writer is gone."""
     await eventually(lambda: not stage.receiver._writers, "nobody writes")
