@@ -14,6 +14,10 @@ import pytest
 from support import cuda_double
 from support.cuda_double import Settings
 from support.cuda_driven import Driven, StartProcess
+from support.cuda_process import CudaProcess, Start
+from support.daemons import DaemonSet
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +57,51 @@ def process(lasting: Driven) -> Iterator[Driven]:
     before = lasting.held()
     yield lasting
     assert lasting.held() == before
+
+
+@pytest.fixture
+def start(library_folder: Path) -> Iterator[Start]:
+    """Starts an engine or a daemon with the double's settings; all are killed in the end."""
+    started: list[CudaProcess] = []
+
+    def begin(program: str, **settings: Any) -> CudaProcess:
+        process = CudaProcess(library_folder, HERE / f"gpu_{program}.py", Settings(**settings))
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(library_folder: Path) -> Iterator[CudaProcess]:
+    """For tests that leave it as it was."""
+    process = CudaProcess(library_folder, HERE / "gpu_engine.py")
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def lasting_daemon(library_folder: Path) -> Iterator[CudaProcess]:
+    process = CudaProcess(library_folder, HERE / "gpu_daemon.py")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def daemon(lasting_daemon: CudaProcess) -> Iterator[CudaProcess]:
+    """A daemon of which each test must leave nothing behind."""
+    yield lasting_daemon
+    lasting_daemon.call("fail", "")
+    assert lasting_daemon.call("settled", {}) == {}
+
+
+@pytest.fixture
+def daemons(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonSet]:
+    """Two daemons that find the double where the driver would be."""
+    for name, value in Settings().environment(library_folder).items():
+        monkeypatch.setenv(name, value)
+    made = DaemonSet("a", "b")
+    yield made
+    made.stop()

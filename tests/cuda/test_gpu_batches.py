@@ -4,7 +4,6 @@ double."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
-from support.cuda_double import Settings
-from support.cuda_process import CudaProcess
+from support.cuda_process import CudaProcess, Start
 
 HERE = Path(__file__).parent
 GPU_KINDS = ("cuda_ipc", "cuda_vmm")
@@ -25,45 +23,6 @@ MANY = [n % BLOCKS for n in range(3 * CHUNK - 7)]
 LOADED = 3 * CHUNK
 """Blocks of a load that fills both halves of the staging memory, and the first one once more."""
 OUT_OF_MEMORY = 2
-Start = Callable[..., CudaProcess]
-
-
-@pytest.fixture
-def start(library_folder: Path) -> Iterator[Start]:
-    """Starts an engine or a daemon with the double's settings; all are killed in the end."""
-    started: list[CudaProcess] = []
-
-    def begin(program: str, **settings: Any) -> CudaProcess:
-        process = CudaProcess(library_folder, HERE / f"gpu_{program}.py", Settings(**settings))
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def engine(library_folder: Path) -> Iterator[CudaProcess]:
-    """For tests that leave it as it was."""
-    process = CudaProcess(library_folder, HERE / "gpu_engine.py")
-    yield process
-    process.kill()
-
-
-@pytest.fixture(scope="module")
-def lasting(library_folder: Path) -> Iterator[CudaProcess]:
-    process = CudaProcess(library_folder, HERE / "gpu_daemon.py")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def daemon(lasting: CudaProcess) -> Iterator[CudaProcess]:
-    """A daemon of which each test must leave nothing behind."""
-    yield lasting
-    lasting.call("fail", "")
-    assert lasting.call("settled", {}) == {}
 
 
 def map_as(name: str, engine: CudaProcess, daemon: CudaProcess, kind: str, *more: float) -> None:

@@ -3,13 +3,9 @@ double."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from conformance.pages_engine import BLOCK_SIZE, content
-from support.cuda_double import Settings
 from support.cuda_process import CudaProcess
 from support.daemons import DaemonSet
 from support.waiting import wait_for
@@ -18,16 +14,6 @@ ENGINE = Path(__file__).parent / "gpu_engine.py"
 IDS = list(range(100, 115))
 TOKENS = 14
 """Three whole blocks and half a tail."""
-
-
-@pytest.fixture
-def daemons(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonSet]:
-    """Two daemons that find the double where the driver would be."""
-    for name, value in Settings().environment(library_folder).items():
-        monkeypatch.setenv(name, value)
-    made = DaemonSet("a", "b")
-    yield made
-    made.stop()
 
 
 def test_what_a_killed_engine_had_on_its_gpu_is_on_the_standby_s(

@@ -3,13 +3,11 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE
-from support.cuda_double import Settings
 from support.cuda_process import CudaProcess
 from support.daemons import DaemonSet
 from support.waiting import wait_for
@@ -18,16 +16,6 @@ ENGINE = Path(__file__).parent / "layout_engine.py"
 IDS = list(range(100, 115))
 TOKENS = 14
 """Three whole blocks and half a tail."""
-
-
-@pytest.fixture
-def daemons(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonSet]:
-    """Two daemons that find the double where the driver would be."""
-    for name, value in Settings().environment(library_folder).items():
-        monkeypatch.setenv(name, value)
-    made = DaemonSet("a", "b")
-    yield made
-    made.stop()
 
 
 @pytest.mark.parametrize(("first_has", "standby_has"), [("LBNHC", "BLNHC"), ("BLHNC", "LHBNC")])

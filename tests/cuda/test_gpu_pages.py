@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,52 +10,13 @@ import pytest
 
 from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
 from segue_core.geometry import Geometry
-from support.cuda_double import Settings, device_uuid
-from support.cuda_process import CudaProcess
+from support.cuda_double import device_uuid
+from support.cuda_process import CudaProcess, Start
 
 HERE = Path(__file__).parent
 GPU_KINDS = ("cuda_ipc", "cuda_vmm")
 BLOCK_BYTES = LAYERS * BLOCK_SIZE * WIDTH
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
-Start = Callable[..., CudaProcess]
-
-
-@pytest.fixture
-def start(library_folder: Path) -> Iterator[Start]:
-    """Starts an engine or a daemon with the double's settings; all are killed in the end."""
-    started: list[CudaProcess] = []
-
-    def begin(program: str, **settings: Any) -> CudaProcess:
-        process = CudaProcess(library_folder, HERE / f"gpu_{program}.py", Settings(**settings))
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def engine(library_folder: Path) -> Iterator[CudaProcess]:
-    """For tests that leave it as it was."""
-    process = CudaProcess(library_folder, HERE / "gpu_engine.py")
-    yield process
-    process.kill()
-
-
-@pytest.fixture(scope="module")
-def lasting(library_folder: Path) -> Iterator[CudaProcess]:
-    process = CudaProcess(library_folder, HERE / "gpu_daemon.py")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def daemon(lasting: CudaProcess) -> Iterator[CudaProcess]:
-    """A daemon of which each test must leave nothing behind."""
-    yield lasting
-    lasting.call("fail", "")
-    assert lasting.call("settled", {}) == {}
 
 
 def block_of(block: int) -> bytes:

@@ -98,6 +98,10 @@ class CudaProcess:
         self._socket.close()
 
 
+Start = Callable[..., CudaProcess]
+"""`start(program, **settings)`: an engine or a daemon with the double's settings."""
+
+
 def perform(
     function: Callable[..., Any], arguments: list[Any], received: list[int]
 ) -> tuple[bytes, list[int]]:
