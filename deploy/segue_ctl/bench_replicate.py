@@ -89,7 +89,7 @@ def add_parser(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [shape.name for shape in shapes(0)]
-    parser.add_argument("--mib", type=int, default=2048, metavar="N", help="of KV a round (default: 2048)")
+    parser.add_argument("--mib", type=int, default=512, metavar="N", help="of KV a round (default: 512)")
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="the median counts (default: 3)")
     parser.add_argument(
         "--pages-mib", type=int, default=PAGES_MIB, metavar="N", help=f"memory of KV (default: {PAGES_MIB})"

@@ -85,7 +85,7 @@ class Worker:
         written: list[Written] = []
         sampled = [self._compute(each, output, written) for each in output.num_scheduled_tokens]
         self._kernels.append((step, lambda: self._write(written)))
-        if not self._gpu or (metadata.loads and not output.has_sync_kv_loads):
+        if not self._gpu or metadata.loads:
             self.finish(step)
         if not output.has_sync_kv_loads:
             self._load(metadata, failed, results)
@@ -137,6 +137,7 @@ class Worker:
         """The tokens that the request has sampled, if it is past its prompt."""
         running = self._batch[request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        self._counts["drafts"] += drafts
         start, stop = running.computed, running.computed + output.num_scheduled_tokens[request_id]
         sampled: list[int] = []
         while stop - drafts >= len(running.tokens) and len(sampled) <= drafts:
