@@ -66,6 +66,6 @@ def _report(name: str) -> Any:
 
 
 SCENARIOS = {path.stem: _report(path.stem) for path in sorted(HERE.glob("*_run.py"))}
-"""The report of each script with an engine in it is a fixture of its name; it runs when it is first asked for:
-other tests have real time-outs, and need the processors meanwhile."""
+"""The report of each script with an engine in it is a fixture of its name; it runs when it is first asked
+for: other tests have real time-outs, and need the processors meanwhile."""
 globals().update(SCENARIOS)
