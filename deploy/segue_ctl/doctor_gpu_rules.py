@@ -17,8 +17,8 @@ WAYS: dict[ShareKind, tuple[str, str]] = {
     "cuda_ipc": ("IPC handle", "PyTorch's default allocator"),
     "cuda_vmm": ("descriptor", "expandable segments"),
 }
-KERNEL_TODO = "look into the kernel's log (dmesg: Xid, NVRM); reload the NVIDIA kernel modules, or reboot"
-CONTAINER_TODO = "see docs/gpu.md: what a container must have in common with the engine's"
+KERNEL_REMEDY = "look into the kernel's log (dmesg: Xid, NVRM); reload the NVIDIA kernel modules, or reboot"
+CONTAINER_REMEDY = "see docs/gpu.md: what a container must have in common with the engine's"
 
 
 def gpu_findings(facts: GpuFacts) -> list[Finding]:
@@ -43,7 +43,7 @@ def _lost(outcome: Outcome) -> Finding:
     return problem(
         "driver",
         f"a process that asks it {outcome.error}, while {outcome.doing or 'starting'}",
-        KERNEL_TODO,
+        KERNEL_REMEDY,
     )
 
 
@@ -129,17 +129,17 @@ def _trial(gpu: Gpu, trial: Trial) -> Finding:
     end, error, hint = first_error(trial)
     other = WAYS["cuda_vmm" if trial.kind == "cuda_ipc" else "cuda_ipc"][1]
     if error:
-        todo = KERNEL_TODO if HANGS in error else hint or CONTAINER_TODO
+        remedy = KERNEL_REMEDY if HANGS in error else hint or CONTAINER_REMEDY
         if trial.kind == "cuda_ipc" and (gpu.mig or not gpu.ipc):
-            todo = f"this GPU does not offer it: start engines with {other}"
+            remedy = f"this GPU does not offer it: start engines with {other}"
         # Without descriptors only some allocators cannot be protected; without handles it is the usual one.
         kind = problem if trial.kind == "cuda_ipc" or HANGS in error else warning
-        return kind(check, f"not shared ({whose}): {end}: {error}", todo)
+        return kind(check, f"not shared ({whose}): {end}: {error}", remedy)
     found = trial.daemon.found
     assert isinstance(found, ShareFound)
     if not found.equal:
         text = f"{size(found.nbytes)} were read, with other bytes than were written"
-        return problem(check, text, CONTAINER_TODO)
+        return problem(check, text, CONTAINER_REMEDY)
     if not found.step_seen:
         return problem(
             check,
