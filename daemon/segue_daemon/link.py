@@ -157,7 +157,7 @@ class Link:
         """The sequence is over: tell the peer, now or when it is back."""
         shipment = self._shipments.get(session_incarnation)
         if shipment is not None:
-            shipment.forget(seq)
+            shipment.end(seq, epoch)
         if not any(s.speaks_for(seq) for s in self._shipments.values()):
             self._placement.forget(seq)
         self._ends.add(End(seq, epoch, session_incarnation))

@@ -292,6 +292,12 @@ class Shipment:
             if retried == MAX_RETRIES_AT_ONCE:
                 return
 
+    def end(self, seq: str, epoch: int) -> None:
+        """The sequence is over as `epoch` wrote it; under a later one it has come back, and goes on."""
+        progress = self.planner.progress.get(seq)
+        if progress is None or progress.epoch <= epoch:
+            self.forget(seq)
+
     def forget(self, seq: str) -> int:
         """The sequence is over, or is held elsewhere; the epoch of what the peer has of it, 0 if nothing."""
         self.differ.forget(seq)

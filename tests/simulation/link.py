@@ -99,7 +99,7 @@ class SimLink:
         """The sequence is over: tell the peer, now or when it is back."""
         shipment = self.shipments.get(session_incarnation)
         if shipment is not None:
-            shipment.forget(seq)
+            shipment.end(seq, epoch)
         self.ends.add(End(seq, epoch, session_incarnation))
         self.wake()
 

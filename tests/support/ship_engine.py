@@ -15,6 +15,8 @@ from segue_core.messages.peer import Delta, Part, PartKind
 from segue_daemon.ledger import Ledger
 from segue_daemon.pages import HostPages
 from segue_daemon.replicas import Refusal
+from segue_daemon.settings import ReplicationSettings
+from segue_daemon.shipment import Shipment
 from segue_daemon.store import ReplicaStore
 
 SIZE = 4
@@ -105,6 +107,16 @@ class Engine:
     def close(self) -> None:
         self.pages.close()
         os.close(self.fd)
+
+
+def shipment_of(engine: Engine, delta_bytes: int = 1 << 16, shadow_bytes: int = 256 << 20) -> Shipment:
+    """All that `engine` writes, on its way to one peer."""
+
+    class Session:
+        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
+
+    settings = ReplicationSettings(shadow_bytes=shadow_bytes)
+    return Shipment(Session(), settings, delta_bytes, lambda _: True)  # type: ignore[arg-type]
 
 
 def kv(token: int, position: int) -> np.ndarray[Any, Any]:

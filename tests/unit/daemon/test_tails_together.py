@@ -16,11 +16,10 @@ from segue_daemon.bucket import Bucket, SharedBudget, Throttle
 from segue_daemon.ledger import Changes
 from segue_daemon.outbox import Outbox
 from segue_daemon.replicas import Refusal
-from segue_daemon.settings import ReplicationSettings
 from segue_daemon.shipment import MAX_TAILS_AT_ONCE, Shipment
 from segue_daemon.store import ReplicaStore
 from support import ship_engine
-from support.ship_engine import SIZE, Engine, kv, opaque, receive, slotted
+from support.ship_engine import SIZE, Engine, kv, opaque, receive, shipment_of, slotted
 
 WINDOW = 1 << 16
 BLOCKS = 60
@@ -38,14 +37,9 @@ def outbox_of(
     engine: Engine, *, shadow_bytes: int = 1 << 20, window: int = WINDOW, delta_bytes: int = 4096
 ) -> tuple[Outbox, Shipment]:
     """The way of `engine` to one peer, without limits of bandwidth."""
-
-    class Session:
-        pages, ledger, incarnation, dead = engine.pages, engine.ledger, 1, False
-
     outbox = Outbox(Throttle("b", Bucket(0), SharedBudget(0)))
     outbox.opened(window)
-    rules = ReplicationSettings(shadow_bytes=shadow_bytes)
-    shipment = Shipment(Session(), rules, delta_bytes, lambda _: True)  # type: ignore[arg-type]
+    shipment = shipment_of(engine, delta_bytes, shadow_bytes)
     outbox.shipments[1] = shipment
     return outbox, shipment
 
