@@ -19,11 +19,12 @@ from segue_core import __version__
 from segue_core.clock import Clock, MonotonicClock
 from segue_core.content_key import TOKEN_BYTES
 from segue_core.errors import ProtocolError
-from segue_core.messages.local import Match, Matched, Refused, Register, Release
+from segue_core.messages.local import Match, Matched, Refused, Register, Registered, Release, TierMapped
 from segue_core.messages.status import DaemonStatus, EngineStatus, SequenceStatus, StoreStatus
 from segue_daemon.arena import Arena
 from segue_daemon.bucket import SharedBudget
 from segue_daemon.engine_host import EngineHost
+from segue_daemon.gpu_tier import GpuTier
 from segue_daemon.group import Follower, Leader, placement_of
 from segue_daemon.group_placement import FollowingPlacement
 from segue_daemon.keeper import StoreKeeper
@@ -81,9 +82,12 @@ class Daemon:
         ttl_ns = settings.store.keep_own_ms * 1_000_000 if settings.store.keep_own else 0
         keep = OwnKeep(self.store, ttl_ns=ttl_ns, changed=self._replica_changed)
         self.host = EngineHost(
-            settings, self._clock, self.links, keep, self._tasks.spawn, self._tell_watchers
+            settings, self._clock, self.links, keep, self._tasks.spawn, self._engine_changed
         )
         self.store.written_here = self.host.epoch_of
+        budget_bytes = settings.store.gpu_budget_bytes
+        self._tier = GpuTier(budget_bytes, self.store, self._clock, self._tasks.spawn)
+        self.store.place = self._tier.place
         budget = SharedBudget(settings.replication.max_bytes_per_s)
         for peer in settings.peers:
             self.links.append(
@@ -130,14 +134,18 @@ class Daemon:
         await self._local.stop()
         await self._tasks.end()
         await self.receiver.stop()
+        self._tier.close()
         self.host.stop()
         self._context.destroy(linger=0)
         self._arena.close()
 
     # -- the engine ---------------------------------------------------------------------------
 
-    def arena(self) -> tuple[int, int, int]:
-        return self.incarnation, self._arena.fd, self._arena.capacity
+    def registered(self, *, worker: bool) -> tuple[Registered, list[int]]:
+        tier = self._tier.offer() if worker else None
+        number, nbytes, fd = tier or (0, 0, -1)
+        fds = [self._arena.fd, fd] if tier is not None else [self._arena.fd]
+        return Registered(self.incarnation, self._arena.capacity, number, nbytes), fds
 
     def refusal(self, message: Register) -> Refused | None:
         return self.host.refusal(message)
@@ -146,6 +154,13 @@ class Daemon:
         self, message: Register, fds: list[int], connection: Connection, pages: Pages | None = None
     ) -> Refused | None:
         return self.host.register(message, fds, connection, pages)
+
+    async def open_tier(self) -> None:
+        if self.host.live is not None:
+            await self._tier.open(self.host.live, lambda: self.host.live)
+
+    def tier_mapped(self, message: TierMapped) -> None:
+        self._tier.mapped(message)
 
     def gone(self, connection: Connection) -> None:
         self.host.gone(connection)
@@ -164,7 +179,7 @@ class Daemon:
                 request=message.request,
                 tokens=found.tokens,
                 first_block=found.first_block,
-                extents=array("Q", found.offsets).tobytes(),
+                extents=array("Q", found.extents).tobytes(),
                 lease=found.lease,
                 deadline_ns=found.deadline_ns,
             )
@@ -334,9 +349,15 @@ class Daemon:
             fences_forgotten=store.fences.forgotten,
             poisoned_blocks=store.integrity.poisoned,
             scrubbed_bytes=self._keeper.scrubber.scrubbed_bytes,
+            tier_bytes=self._tier.nbytes,
+            tier_used_bytes=self._tier.used_bytes,
+            tier_blocks=self._tier.blocks,
+            tier_hits=self._tier.hits,
+            tier_detail=self._tier.detail,
         )
 
-    def _tell_watchers(self) -> None:
+    def _engine_changed(self) -> None:
+        self._tier.keep_only(self.host.live)
         self._status_changed.set()
         self._status_changed = asyncio.Event()
 

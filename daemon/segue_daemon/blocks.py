@@ -12,10 +12,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
 from segue_daemon.arena import Bytes, ExtentAllocator, rounded
+
+
+class BlockWatch(Protocol):
+    """Who hears of sealed blocks, to keep copies of them. Both are called often and must be short."""
+
+    def wanted(self, block: Block) -> None:
+        """It was sealed, or one more has a use for it."""
+        ...
+
+    def gone(self, key: bytes) -> None:
+        """Nobody finds it by this key any more."""
+        ...
 
 
 @dataclass(eq=False)
@@ -44,6 +57,7 @@ class BlockPool:
         self._cached: OrderedDict[bytes, Block] = OrderedDict()
         self.cached_bytes = 0
         """Bytes of blocks that nobody uses or loads: given up first when room is needed."""
+        self.watch: BlockWatch | None = None
 
     def memory(self, block: Block) -> Bytes:
         """The block's memory, writable."""
@@ -87,6 +101,8 @@ class BlockPool:
             if self._checksums:
                 block.checksum = self._digest(block) if checksum is None else checksum
                 block.checked_ns = now_ns
+            if self.watch is not None:
+                self.watch.wanted(block)
         return block
 
     def intact(self, block: Block, now_ns: int) -> bool:
@@ -112,6 +128,8 @@ class BlockPool:
         """One more user."""
         block.users += 1
         self._uncache(block)
+        if block.key and self.watch is not None:
+            self.watch.wanted(block)
 
     def let_go(self, block: Block) -> None:
         """One user less; the last one leaves a sealed block as cache and frees any other."""
@@ -148,6 +166,8 @@ class BlockPool:
         assert self._by_key.get(block.key) is block, "not a sealed block"
         self._uncache(block)
         del self._by_key[block.key]
+        if self.watch is not None:
+            self.watch.gone(block.key)
         block.key, block.checksum = b"", None
         self._settle(block)
 

@@ -24,7 +24,16 @@ from segue_core.errors import GeometryError, ProtocolError, StartupError
 from segue_core.framing import LENGTH, MAX_FRAME_BYTES, close_fds, decode, encode_frame, recv_with_fds
 from segue_core.memory_handle import MAX_PIECES
 from segue_core.messages import PROTOCOL_VERSION
-from segue_core.messages.local import Attach, Match, Refused, Register, Registered, Release, ToDaemon
+from segue_core.messages.local import (
+    Attach,
+    Match,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    TierMapped,
+    ToDaemon,
+)
 from segue_daemon.engine import exported
 from segue_daemon.open_pages import open_beside
 from segue_daemon.pages import Pages
@@ -60,8 +69,8 @@ class Connection:
 class LocalHandler(Protocol):
     """What the daemon does with what arrives."""
 
-    def arena(self) -> tuple[int, int, int]:
-        """(daemon incarnation, arena descriptor, arena bytes)."""
+    def registered(self, *, worker: bool) -> tuple[Registered, list[int]]:
+        """The answer to an engine's worker, or its scheduler, and the descriptors that go with it."""
         ...
 
     def refusal(self, message: Register) -> Refused | None:
@@ -72,6 +81,14 @@ class LocalHandler(Protocol):
         self, message: Register, fds: list[int], connection: Connection, pages: Pages | None
     ) -> Refused | None:
         """Take an engine in (and its descriptors and pages), or say why not."""
+        ...
+
+    async def open_tier(self) -> None:
+        """Open GPU memory for copies of replicas, if that is wanted; for the engine just taken in."""
+        ...
+
+    def tier_mapped(self, message: TierMapped) -> None:
+        """The worker has mapped that memory, or cannot."""
         ...
 
     def gone(self, connection: Connection) -> None:
@@ -194,9 +211,9 @@ class LocalServer:
             else:
                 accepted.close()
             return None
-        incarnation, arena_fd, arena_bytes = self._handler.arena()
-        _answer(accepted, Registered(incarnation, arena_bytes), [arena_fd])
-        return connection, isinstance(message, Register)
+        worker = isinstance(message, Register)
+        _answer(accepted, *self._handler.registered(worker=worker))
+        return connection, worker
 
     async def _register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
         """Hand an engine over, with its descriptors if it is taken in. Memory on a GPU is opened before that,
@@ -219,10 +236,12 @@ class LocalServer:
             if refused is None:
                 fds.clear()
                 pages = None
-            return refused
         finally:
             if pages is not None:
                 pages.close()
+        if refused is None and message.geometry.gpu:
+            await self._handler.open_tier()
+        return refused
 
     async def _converse(self, connection: Connection, worker: bool) -> None:
         try:
@@ -237,6 +256,8 @@ class LocalServer:
                     self._handler.match(message, connection)
                 elif isinstance(message, Release):
                     self._handler.release(message, connection)
+                elif isinstance(message, TierMapped) and worker:
+                    self._handler.tier_mapped(message)
                 else:
                     raise ProtocolError("local connection: register or attach comes first and once")
         except (asyncio.IncompleteReadError, OSError):

@@ -108,11 +108,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """`tokens` tokens can be loaded, from the blocks at `offsets` (first one is block `first_block`)."""
+    """`tokens` tokens can be loaded, from the blocks at `extents` (first one is block `first_block`)."""
 
     tokens: int = 0
     first_block: int = 0
-    offsets: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
     lease: int = 0
     deadline_ns: int = 0
 

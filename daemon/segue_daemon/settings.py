@@ -59,6 +59,9 @@ class StoreSettings(Settings, frozen=True):
     """Room for peers' replicas, allocated and touched at start-up."""
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 46)] = 1 << 30
+    gpu_budget_bytes: Bytes = 0
+    """Memory of the engine's GPU for copies of replicas: it takes those over faster. 0: none. The engine must
+    leave so much of the GPU free."""
     high_watermark: Fraction = 0.95
     """Past this fraction of the budget things are given up, down to `low_watermark`."""
     low_watermark: Fraction = 0.85

@@ -24,7 +24,7 @@ from segue_core.content_key import TOKEN_BYTES, chain, root_key
 from segue_core.messages.peer import Delta, End, NackReason
 from segue_core.messages.request import MAX_SEQ_CHARS
 from segue_daemon.arena import Bytes
-from segue_daemon.blocks import Block, BlockPool
+from segue_daemon.blocks import Block, BlockPool, BlockWatch
 from segue_daemon.deltas import malformed, patch_fits
 from segue_daemon.ended import EndedSequences, Remains
 from segue_daemon.eviction import Budget, Evictor
@@ -69,6 +69,8 @@ class ReplicaStore:
         self.fences = Fences()
         self.written_here: Callable[[str], int] = lambda _: 0
         """The epoch under which the engine here writes a sequence; 0: it does not."""
+        self.place: Callable[[Block, int], int] = lambda block, _: block.offset
+        """The extent from which a block is loaded until a point in time (`segue_core.extents`)."""
         self.replicas: dict[str, Replica] = {}
         self._ended = EndedSequences()
         self.on_loss = on_loss
@@ -227,8 +229,8 @@ class ReplicaStore:
             return MatchResult()
         first = computed // size
         lease = self._leases.take(seq, blocks[first:], now_ns, before=blocks[:first])
-        offsets = tuple(block.offset for block in lease.blocks)
-        return MatchResult(tokens, first, offsets, lease.number, lease.deadline_ns)
+        extents = tuple(self.place(block, lease.deadline_ns) for block in lease.blocks)
+        return MatchResult(tokens, first, extents, lease.number, lease.deadline_ns)
 
     def release(self, number: int, *, loaded: bool = False) -> None:
         """The lease is over. If its blocks were `loaded` and the sequence was promoted, the engine here
@@ -274,6 +276,21 @@ class ReplicaStore:
         for replica in gone:
             self._evicted(replica)
         return len(gone)
+
+    # -- copies elsewhere ---------------------------------------------------------------------
+
+    def watch(self, watch: BlockWatch | None) -> None:
+        """`watch` hears of sealed blocks from now on, and now of those in use; None: nobody does."""
+        self._pool.watch = watch
+        if watch is not None:
+            for replica in sorted(self.replicas.values(), key=lambda replica: replica.touched_ns):
+                for block in replica.blocks:
+                    if block.key:
+                        watch.wanted(block)
+
+    def bytes_of(self, block: Block) -> Bytes:
+        """What is in it, (nbytes,) uint8: to be read at once."""
+        return self._pool.memory(block)
 
     # -- figures ------------------------------------------------------------------------------
 

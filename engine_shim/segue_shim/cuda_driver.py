@@ -1,4 +1,4 @@
-"""The CUDA driver as the shim uses it: a small typed table over the libcuda that the engine has loaded.
+"""The CUDA driver as the shim uses it: typed calls of the libcuda that the engine has loaded.
 
 Through ctypes, so that the engine's environment needs nothing more, and so that each call lets go of the
 interpreter lock. Entry points are asked for with the version that introduced their arguments
@@ -9,106 +9,32 @@ it.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any, ClassVar, NamedTuple
 
 from segue_core.errors import SegueError
+from segue_shim.cuda_table import (
+    ENTRY_POINTS,
+    EVENT_DISABLE_TIMING,
+    GRANULARITY_MINIMUM,
+    IN_STREAM_ORDER,
+    LOCATION_DEVICE,
+    POINTER_BUFFER_ID,
+    POINTER_DEVICE_ORDINAL,
+    POSIX_FD,
+    READ_ONLY,
+    READ_WRITE,
+    STREAM_NON_BLOCKING,
+    AccessDescriptor,
+    AllocationLocation,
+    AllocationProperties,
+    CopyAttributes,
+    IpcHandle,
+)
 
 LIBRARY = "libcuda.so.1"
-POSIX_FD = 1
-GRANULARITY_MINIMUM = 0
-HOST_REGISTER_PORTABLE, HOST_REGISTER_MAPPED, HOST_REGISTER_READ_ONLY = 1, 2, 8
-STREAM_NON_BLOCKING = 1
-EVENT_DISABLE_TIMING = 2
-CAN_WRITE_VALUE_64 = 122
-READ_ONLY_REGISTER_SUPPORTED = 113
-POINTER_BUFFER_ID, POINTER_DEVICE_ORDINAL = 7, 9
-IN_STREAM_ORDER = 1
-"""Numbers of cuda.h: of CUdevice_attribute, CUpointer_attribute, CUmemcpySrcAccessOrder."""
 MISSING = "this driver does not have it"
 WHAT_TO_DO = "start the engine again to have it protected; if it stays so, see docs/gpu.md"
-
-
-class AllocationLocation(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("requested_handle_types", c_int),
-        ("location", AllocationLocation),
-        ("windows_metadata", c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle."""
-
-    _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_access_order", c_int),
-        ("source_hint", AllocationLocation),
-        ("target_hint", AllocationLocation),
-        ("flags", c_uint),
-    )
-
-
-ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
-    "cuInit": (2000, (c_uint,)),
-    "cuCtxGetCurrent": (4000, (POINTER(c_void_p),)),
-    "cuCtxSetCurrent": (4000, (c_void_p,)),
-    "cuDeviceGet": (2000, (POINTER(c_int), c_int)),
-    "cuDeviceGetAttribute": (2000, (POINTER(c_int), c_int, c_int)),
-    "cuDeviceGetUuid": (11040, (c_char_p, c_int)),
-    "cuDevicePrimaryCtxRetain": (7000, (POINTER(c_void_p), c_int)),
-    "cuDevicePrimaryCtxRelease": (11000, (c_int,)),
-    "cuGetErrorName": (6000, (c_int, POINTER(c_char_p))),
-    "cuPointerGetAttribute": (4000, (c_void_p, c_int, c_uint64)),
-    "cuMemGetAddressRange": (3020, (POINTER(c_uint64), POINTER(c_size_t), c_uint64)),
-    "cuIpcGetMemHandle": (4010, (POINTER(IpcHandle), c_uint64)),
-    "cuMemRetainAllocationHandle": (11000, (POINTER(c_uint64), c_void_p)),
-    "cuMemGetAllocationPropertiesFromHandle": (10020, (POINTER(AllocationProperties), c_uint64)),
-    "cuMemGetAllocationGranularity": (10020, (POINTER(c_size_t), POINTER(AllocationProperties), c_int)),
-    "cuMemExportToShareableHandle": (10020, (c_void_p, c_uint64, c_int, c_ulonglong)),
-    "cuMemRelease": (10020, (c_uint64,)),
-    "cuMemHostRegister": (6050, (c_void_p, c_size_t, c_uint)),
-    "cuMemHostUnregister": (4000, (c_void_p,)),
-    "cuMemHostGetDevicePointer": (3020, (POINTER(c_uint64), c_void_p, c_uint)),
-    "cuMemcpyHtoDAsync": (3020, (c_uint64, c_void_p, c_size_t, c_void_p)),
-    "cuMemcpyBatchAsync": (
-        13000,
-        (
-            POINTER(c_uint64),
-            POINTER(c_uint64),
-            POINTER(c_size_t),
-            c_size_t,
-            POINTER(CopyAttributes),
-            POINTER(c_size_t),
-            c_size_t,
-            c_void_p,
-        ),
-    ),
-    "cuStreamCreate": (2000, (POINTER(c_void_p), c_uint)),
-    "cuStreamDestroy": (4000, (c_void_p,)),
-    "cuStreamSynchronize": (2000, (c_void_p,)),
-    "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
-    "cuStreamWriteValue64": (11070, (c_void_p, c_uint64, c_uint64, c_uint)),
-    "cuEventCreate": (2000, (POINTER(c_void_p), c_uint)),
-    "cuEventDestroy": (4000, (c_void_p,)),
-    "cuEventRecord": (2000, (c_void_p, c_void_p)),
-    "cuEventSynchronize": (2000, (c_void_p,)),
-}
 
 
 class CudaCallError(SegueError):
@@ -270,6 +196,43 @@ class CudaDriver:
         self.call("cuMemExportToShareableHandle", byref(fd), handle, POSIX_FD, 0)
         return fd.value
 
+    # -- memory of the daemon -----------------------------------------------------------------
+
+    def import_fd(self, fd: int) -> int:
+        """The physical allocation that a descriptor names; to be released. The descriptor stays."""
+        handle = c_uint64()
+        self.call("cuMemImportFromShareableHandle", byref(handle), fd, POSIX_FD)
+        return handle.value
+
+    def reserve(self, nbytes: int) -> int:
+        """A range of addresses."""
+        address = c_uint64()
+        self.call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+        return address.value
+
+    def free_range(self, address: int, nbytes: int) -> None:
+        """Give a reserved range back."""
+        self.insist("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put a physical allocation at `address` of a reserved range."""
+        self.call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take mapped memory out of a range."""
+        self.insist("cuMemUnmap", address, nbytes)
+
+    def allow_reading(self, address: int, nbytes: int, device: int) -> None:
+        """Let `device` read mapped memory; and write it, where the driver knows no less."""
+        access = AccessDescriptor(AllocationLocation(LOCATION_DEVICE, device), READ_ONLY)
+        try:
+            self.call("cuMemSetAccess", address, nbytes, byref(access), 1)
+        except CudaCallError as error:
+            if error.name not in ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"):
+                raise
+            access.flags = READ_WRITE
+            self.call("cuMemSetAccess", address, nbytes, byref(access), 1)
+
     # -- host memory, streams, copies ---------------------------------------------------------
 
     def register_host(self, address: int, nbytes: int, flags: int) -> None:
@@ -323,9 +286,17 @@ class CudaDriver:
         self.record(event, other)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
-    def scatter(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
-        """Queue copies of page-locked host memory to device memory; in one call where the driver has
-        batches."""
+    def scatter(
+        self,
+        targets: list[int],
+        sources: list[int],
+        sizes: list[int],
+        stream: int,
+        *,
+        on_device: bool = False,
+    ) -> None:
+        """Queue copies of page-locked host memory, or of memory `on_device`, to device memory; in one call
+        where the driver has batches."""
         count = len(sizes)
         if self._batch and count > 1:
             attributes, first = CopyAttributes(source_access_order=IN_STREAM_ORDER), c_size_t(0)
@@ -339,8 +310,9 @@ class CudaDriver:
                 self._batch = False
             else:
                 return
+        single = "cuMemcpyDtoDAsync" if on_device else "cuMemcpyHtoDAsync"
         for target, source, nbytes in zip(targets, sources, sizes, strict=True):
-            self.call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+            self.call(single, target, source, nbytes, stream)
 
     def synchronize(self, stream: int) -> None:
         """Wait until the stream is empty, even if something in it has failed, and that is raised."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from segue_core.errors import GeometryError
 from segue_core.geometry import Geometry, Region
 from segue_core.memory_handle import MAX_PIECES, MemoryHandle, uuid_text
-from segue_shim.cuda_driver import POSIX_FD, CudaCallError, CudaDriver
+from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_table import POSIX_FD
 from segue_shim.regions import Axes, region_of
 
 NO_DESCRIPTOR = (

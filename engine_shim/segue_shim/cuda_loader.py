@@ -1,8 +1,8 @@
-"""Copies replica blocks from the daemon's arena into the engine's pages on a GPU.
+"""Copies replica blocks from the daemon's arena, and its GPU tier, into the engine's pages on a GPU.
 
 What `loader` is for host memory: it owns the copy, not the decision. Invariants: nothing is read outside the
-arena and nothing written outside the blocks named; the copies run behind what the engine has queued so far,
-and all of them are complete when `copy` returns.
+arena or the tier and nothing written outside the blocks named; the copies run behind what the engine has
+queued so far, and all of them are complete when `copy` returns.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from segue_shim.cuda_driver import (
+from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_export import DeviceExport
+from segue_shim.cuda_staging import Staging
+from segue_shim.cuda_table import (
     HOST_REGISTER_PORTABLE,
     HOST_REGISTER_READ_ONLY,
     READ_ONLY_REGISTER_SUPPORTED,
-    CudaCallError,
-    CudaDriver,
 )
-from segue_shim.cuda_export import DeviceExport
-from segue_shim.cuda_staging import Staging
+from segue_shim.cuda_tier import Tier, split
 from segue_shim.plan import check_load
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class CudaLoader:
         driver, address = self._driver, arena.address
         flags = HOST_REGISTER_PORTABLE
         try:
-            driver.enter(self._context)
+            self._enter()
             if driver.attribute(READ_ONLY_REGISTER_SUPPORTED, self._device):
                 flags |= HOST_REGISTER_READ_ONLY
             driver.register_host(address, arena.nbytes, flags)
@@ -87,37 +87,64 @@ class CudaLoader:
             return
         arena.lock(lambda: self._unlock(address))
 
+    def map_tier(self, fd: int, number: int, nbytes: int) -> Tier:
+        """Map the daemon's GPU tier, in whatever thread. Raises CudaCallError."""
+        return Tier(self._driver, self._device, self._enter, fd, number, nbytes)
+
+    def _enter(self) -> None:
+        self._driver.enter(self._context)
+
     def _unlock(self, address: int) -> None:
         try:
-            self._driver.enter(self._context)
+            self._enter()
             self._driver.unregister_host(address)
         except CudaCallError as error:
             logger.warning("segue: the replica arena could not be unlocked: %s: %s", error.call, error.name)
 
     def copy(self, arena: Arena, block_ids: Sequence[int], extents: Sequence[int]) -> int:
-        """Fill block `block_ids[i]` from arena offset `extents[i]`; returns the bytes copied, all of them
-        there.
+        """Fill block `block_ids[i]` from extent `extents[i]` (see `segue_core.extents`); returns the bytes
+        copied, all of them there.
 
         Raises ValueError if a block or an extent is out of bounds: nothing has been copied then. Raises
         CudaCallError: what the blocks hold is not known then.
         """
-        check_load(self._geometry, arena.nbytes, block_ids, extents)
-        self._driver.enter(self._context)
+        (blocks, offsets), (blocks_in_tier, extents_in_tier) = split(block_ids, extents)
+        check_load(self._geometry, arena.nbytes, blocks, offsets)
+        copies = self._copies_of(arena, blocks_in_tier, extents_in_tier)
+        self._enter()
         self._driver.follow(self._stream, self._engine_stream(), self._event)
-        block_bytes, start = self._geometry.block_bytes, arena.address
         try:
-            staging = None if arena.locked else self._staged()
-            at_once = self._at_once(BATCH_BYTES if staging is None else STAGED_BYTES)
-            for first in range(0, len(block_ids), at_once):
-                sources = [start + extent for extent in extents[first : first + at_once]]
-                if staging is not None:
-                    sources = staging.put(sources, block_bytes)
-                self._scatter(block_ids[first : first + at_once], sources)
-                if staging is not None:
-                    staging.queued(self._stream)
+            self._copy_from_tier(blocks_in_tier, copies)
+            self._copy_from_arena(arena, blocks, offsets)
         finally:
             self._driver.synchronize(self._stream)
-        return len(block_ids) * block_bytes
+        return len(block_ids) * self._geometry.block_bytes
+
+    def _copies_of(self, arena: Arena, blocks: Sequence[int], extents: Sequence[int]) -> list[int]:
+        """Addresses in the tier. Raises ValueError if one of them is not in it."""
+        if not blocks:
+            return []
+        if arena.tier is None:
+            raise ValueError(f"{len(blocks)} blocks of a GPU tier that is not mapped")
+        check_load(self._geometry, arena.tier.nbytes, blocks, [0] * len(blocks))
+        return arena.tier.addresses(extents, self._geometry.block_bytes)
+
+    def _copy_from_tier(self, blocks: Sequence[int], sources: Sequence[int]) -> None:
+        at_once = self._at_once(BATCH_BYTES)
+        for first in range(0, len(blocks), at_once):
+            batch = slice(first, first + at_once)
+            self._scatter(blocks[batch], sources[batch], on_device=True)
+
+    def _copy_from_arena(self, arena: Arena, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        staging = None if arena.locked or not blocks else self._staged()
+        at_once = self._at_once(BATCH_BYTES if staging is None else STAGED_BYTES)
+        for first in range(0, len(blocks), at_once):
+            sources = [arena.address + offset for offset in offsets[first : first + at_once]]
+            if staging is not None:
+                sources = staging.put(sources, self._geometry.block_bytes)
+            self._scatter(blocks[first : first + at_once], sources)
+            if staging is not None:
+                staging.queued(self._stream)
 
     def _at_once(self, nbytes: int) -> int:
         """How many blocks one batch copies, of at most `nbytes` if a block is no larger."""
@@ -130,11 +157,11 @@ class CudaLoader:
             self._staging = made
         return self._staging
 
-    def _scatter(self, block_ids: Sequence[int], sources: Sequence[int]) -> None:
+    def _scatter(self, block_ids: Sequence[int], sources: Sequence[int], *, on_device: bool = False) -> None:
         targets = [at + block * stride for block in block_ids for at, stride in self._targets]
         pieces: list[int] = []
         for source in sources:
             for nbytes in self._sizes:
                 pieces.append(source)
                 source += nbytes
-        self._driver.scatter(targets, pieces, self._sizes * len(block_ids), self._stream)
+        self._driver.scatter(targets, pieces, self._sizes * len(block_ids), self._stream, on_device=on_device)

@@ -28,10 +28,11 @@ from segue_core.trial import (
     content,
     tensor_shape,
 )
-from segue_shim.cuda_driver import CAN_WRITE_VALUE_64, LIBRARY, MISSING, CudaCallError
+from segue_shim.cuda_driver import LIBRARY, MISSING, CudaCallError
 from segue_shim.cuda_export import DeviceTensor
 from segue_shim.cuda_probe_memory import OFFSET, ProbeDriver
 from segue_shim.cuda_side import CudaSide
+from segue_shim.cuda_table import CAN_WRITE_VALUE_64
 
 COMPUTE_MODE, HAS_VMM_FD, HAS_IPC, HAS_MPS = 20, 103, 125, 133
 """Numbers of cuda.h (CUdevice_attribute)."""

@@ -5,29 +5,25 @@ Owns the driver calls that only this needs. What is allocated stays until the pr
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_ulonglong
 from typing import Any
 
 from segue_core.messages.probe import ShareKind
-from segue_shim.cuda_driver import (
+from segue_shim.cuda_driver import CudaDriver
+from segue_shim.cuda_table import (
     ENTRY_POINTS,
+    LOCATION_DEVICE,
     POSIX_FD,
+    READ_WRITE,
+    AccessDescriptor,
     AllocationLocation,
     AllocationProperties,
-    CudaDriver,
 )
 
 OFFSET = 64 << 10
 """KV tensors seldom begin where their allocation does."""
-ON_DEVICE, PINNED_ALLOCATION, READ_WRITE = 1, 1, 3
-"""Numbers of cuda.h: of CUmemLocationType, CUmemAllocationType, CUmemAccess_flags."""
-
-
-class AccessDescription(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", AllocationLocation), ("flags", c_int))
+PINNED_ALLOCATION = 1
+"""Of cuda.h's CUmemAllocationType."""
 
 
 PROBE_ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
@@ -38,9 +34,6 @@ PROBE_ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuMemAlloc": (3020, (POINTER(c_uint64), c_size_t)),
     "cuMemcpyHtoD": (3020, (c_uint64, c_char_p, c_size_t)),
     "cuMemCreate": (10020, (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_ulonglong)),
-    "cuMemAddressReserve": (10020, (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong)),
-    "cuMemMap": (10020, (c_uint64, c_size_t, c_size_t, c_uint64, c_ulonglong)),
-    "cuMemSetAccess": (10020, (c_uint64, c_size_t, POINTER(AccessDescription), c_size_t)),
 }
 
 
@@ -75,17 +68,15 @@ class ProbeDriver(CudaDriver):
 
     def _virtual(self, nbytes: int) -> int:
         """Two physical allocations side by side, as expandable segments are."""
-        place = AllocationLocation(ON_DEVICE, 0)
+        place = AllocationLocation(LOCATION_DEVICE, 0)
         wanted = AllocationProperties(type=PINNED_ALLOCATION, requested_handle_types=POSIX_FD, location=place)
         granule = self.granularity(wanted)
         piece = -(-nbytes // (2 * granule)) * granule
-        address = c_uint64()
-        self.call("cuMemAddressReserve", byref(address), 2 * piece, 0, 0, 0)
-        for start in (address.value, address.value + piece):
+        address = self.reserve(2 * piece)
+        for start in (address, address + piece):
             handle = c_uint64()
             self.call("cuMemCreate", byref(handle), piece, byref(wanted), 0)
-            self.call("cuMemMap", start, piece, 0, handle.value, 0)
+            self.map(start, piece, handle.value)
             self.release(handle.value)  # the mapping keeps it
-        access = AccessDescription(place, READ_WRITE)
-        self.call("cuMemSetAccess", address.value, 2 * piece, byref(access), 1)
-        return address.value
+        self.call("cuMemSetAccess", address, 2 * piece, byref(AccessDescriptor(place, READ_WRITE)), 1)
+        return address

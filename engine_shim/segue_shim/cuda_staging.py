@@ -11,7 +11,8 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 
-from segue_shim.cuda_driver import HOST_REGISTER_PORTABLE, CudaCallError, CudaDriver
+from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_table import HOST_REGISTER_PORTABLE
 
 HALVES = 2
 

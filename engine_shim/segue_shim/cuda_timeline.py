@@ -11,13 +11,8 @@ from collections.abc import Callable
 
 from segue_core.errors import GeometryError
 from segue_core.timeline import TIMELINE_BYTES, Timeline
-from segue_shim.cuda_driver import (
-    CAN_WRITE_VALUE_64,
-    HOST_REGISTER_MAPPED,
-    HOST_REGISTER_PORTABLE,
-    CudaCallError,
-    CudaDriver,
-)
+from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_table import CAN_WRITE_VALUE_64, HOST_REGISTER_MAPPED, HOST_REGISTER_PORTABLE
 
 
 class GpuTimeline:

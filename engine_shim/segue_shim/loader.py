@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from segue_core.errors import ProtocolError
 from segue_core.geometry import Geometry
 from segue_shim.layout import Pages
 from segue_shim.plan import check_load
+
+if TYPE_CHECKING:
+    from segue_shim.cuda_tier import Tier
 
 WORD_BYTES = 8
 PREFAULT_BYTES = 32 << 20
@@ -43,6 +47,8 @@ class Arena:
             # torch has no read-only tensors and says so; this one is never written, and could not be.
             warnings.simplefilter("ignore")
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tier: Tier | None = None
+        """The daemon's GPU memory with copies of blocks, if there is one."""
         self._unlock: Callable[[], None] | None = None
         self._closed = False
         self._guard = threading.Lock()
@@ -72,6 +78,8 @@ class Arena:
             unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
+        if self.tier is not None:
+            self.tier.close()
 
     def prefault(self) -> None:
         """Map the pages now, in a thread of its own, so that a load does not pay for it.

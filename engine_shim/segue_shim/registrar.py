@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
-from segue_core.framing import close_fds, decode, recv_with_fds, send_with_fds
+from segue_core.framing import close_fds, decode, encode_frame, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
-from segue_core.messages.local import Fenced, Refused, Register, Registered, ToEngine
+from segue_core.messages.local import Fenced, Refused, Register, Registered, TierMapped, ToEngine
 from segue_core.shared_memory import read_only
 from segue_shim.channel import Channel
+from segue_shim.cuda_driver import CudaCallError
 from segue_shim.cuda_side import CudaSide
 from segue_shim.loader import Arena
 from segue_shim.options import ExporterOptions
@@ -75,6 +76,7 @@ class Registrar:
             f"no segue-daemon at {socket_path}: start it there; until then the engine runs unprotected"
         )
         self._trouble = ""
+        self._tier_answer: TierMapped | None = None
         self._thread = threading.Thread(target=self._run, name="segue-registrar", daemon=True)
 
     def start(self) -> None:
@@ -165,6 +167,7 @@ class Registrar:
                 self._listener.up(channel)
                 try:
                     if arena is not None:
+                        self._answer_tier(connection)
                         arena.prefault()
                         if self._gpu is not None:
                             self._gpu.loader.prepare(arena)
@@ -216,11 +219,30 @@ class Registrar:
             reply = decode(body, ToEngine, peer=PEER)
             if isinstance(reply, Refused):
                 raise RefusedError(reply.reason, reply.retry)
-            if not isinstance(reply, Registered) or len(fds) != 1:
+            if not isinstance(reply, Registered) or len(fds) != 1 + bool(reply.tier):
                 raise ProtocolError(f"{PEER}: answered {type(reply).__name__} with {len(fds)} descriptors")
-            return Arena(fds[0], reply.arena_bytes, reply.incarnation)
+            arena = Arena(fds[0], reply.arena_bytes, reply.incarnation)
+            self._tier_answer = self._map_tier(arena, reply, fds[1]) if reply.tier else None
+            return arena
         finally:
             close_fds(fds)
+
+    def _map_tier(self, arena: Arena, reply: Registered, fd: int) -> TierMapped:
+        """Map the daemon's GPU memory with copies of blocks; what the daemon is to hear of it."""
+        if self._gpu is None:
+            return TierMapped(reply.tier, "this engine has its KV cache in host memory")
+        try:
+            arena.tier = self._gpu.loader.map_tier(fd, reply.tier, reply.tier_bytes)
+        except CudaCallError as error:
+            logger.info("segue: the daemon's GPU tier cannot be mapped: %s: %s", error.call, error.name)
+            return TierMapped(reply.tier, f"{error.call}: {error.name}")
+        return TierMapped(reply.tier)
+
+    def _answer_tier(self, connection: socket.socket) -> None:
+        """Once the channel is handed over: from now on blocks may be loaded from the tier."""
+        answer, self._tier_answer = self._tier_answer, None
+        if answer is not None:
+            connection.sendall(encode_frame(answer))
 
     def _listen(self, connection: socket.socket) -> None:
         """Until the daemon hangs up, which it does once it has let go."""

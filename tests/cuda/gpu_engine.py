@@ -177,23 +177,37 @@ def run(ids: list[int], computed: int, seq: str = "s") -> None:
     state["exporter"].commit()
 
 
+def rejoin() -> None:
+    """Hang up, and register with the same daemon again."""
+    state["exporter"].suspend()
+    state["exporter"].resume()
+    idle_until_registered()
+
+
+def match(ids: list[int], seq: str = "s") -> list[Any]:
+    """What the daemon here holds: [tokens, extents, daemon, lease, deadline]."""
+    client, limit = state["client"], len(ids) - 1
+    found = client.match(seq=seq, epoch=2, salt=b"", token_ids=pack_u32(ids), computed=0, limit=limit)
+    return [found.tokens, found.extents, client.daemon, found.lease, found.deadline_ns]
+
+
 def take_over(ids: list[int], blocks: list[int], seq: str = "s") -> int:
     """Go on with the sequence from what the daemon here holds, in these blocks; the tokens that were
     loaded."""
+    return load_matched(match(ids, seq), ids, blocks, seq)
+
+
+def load_matched(matched: list[Any], ids: list[int], blocks: list[int], seq: str = "s") -> int:
+    """The same from what `match` has found."""
     from segue_shim.plan import Load, Source, StepPlan, unpack_u64
 
-    client, exporter = state["client"], state["exporter"]
-    limit = len(ids) - 1
-    matched = client.match(seq=seq, epoch=2, salt=b"", token_ids=pack_u32(ids), computed=0, limit=limit)
-    extents = tuple(unpack_u64(matched.extents))
-    load = Load(
-        matched.tokens,
-        tuple(blocks[: len(extents)]),
-        (Source(client.daemon, matched.lease, matched.deadline_ns, extents),),
-    )
+    tokens, packed_extents, daemon, lease, deadline_ns = matched
+    exporter, extents = state["exporter"], tuple(unpack_u64(packed_extents))
+    source = Source(daemon, lease, deadline_ns, extents)
+    load = Load(tokens, tuple(blocks[: len(extents)]), (source,))
     packed = pack_u32(load.block_ids)
     start = SequenceBegin(seq, 2, b"", pack_u32(ids), packed, 0)
-    exporter.begin(StepPlan(packed, (start,), computed=((seq, matched.tokens),), running=1))
+    exporter.begin(StepPlan(packed, (start,), computed=((seq, tokens),), running=1))
     (result,) = exporter.load([load])
     exporter.commit(result.failed_blocks)
     loaded: int = result.loaded

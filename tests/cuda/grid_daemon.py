@@ -1,5 +1,6 @@
 """The daemon's side of the error grid, run in a child with the driver's double: an engine's GPU memory is
-opened, copied and closed while a call fails, each time in a process of its own."""
+opened, copied and closed, and so is a tier of copies, while a call fails; each time in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from conformance.pages_engine import BLOCKS, content
 from segue_core.geometry import Geometry
 from segue_daemon.cuda import pages as cuda_pages
+from segue_daemon.cuda import tier_memory
+from segue_daemon.cuda.driver import load
 from segue_daemon.open_pages import open_pages
 from segue_daemon.pages import Pages, PagesError
 from support.cuda_double import Control
@@ -24,6 +28,7 @@ engines: dict[str, tuple[Geometry, list[int]]] = {}
 BLOCK, SLOTS = 3, (1, 3)
 HANG_S = 0.1
 SHUT_DOWN = 4
+TIER_BYTES, TIER_OFFSETS = 1 << 20, (1 << 19, 0)
 cuda_pages.CHUNK_BYTES = 1  # several chunks, and so events, for these few blocks
 
 
@@ -76,13 +81,15 @@ def _trial(name: str, failures: list[str], beside: str | None) -> list[dict[str,
 @contextlib.contextmanager
 def hasty() -> Iterator[None]:
     """Short deadlines."""
-    defaults = cuda_pages.CudaPages.__init__.__kwdefaults__
-    usual, pin_s = dict(defaults), cuda_pages.PIN_TIMEOUT_S
-    defaults.update(open_timeout_s=HANG_S, copy_timeout_s=HANG_S)
-    cuda_pages.PIN_TIMEOUT_S = HANG_S
-    yield
-    defaults.update(usual)
-    cuda_pages.PIN_TIMEOUT_S = pin_s
+    of_pages = cuda_pages.CudaPages.__init__.__kwdefaults__
+    of_tier = tier_memory.TierMemory.__init__.__kwdefaults__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(of_pages, "open_timeout_s", HANG_S)
+        patch.setitem(of_pages, "copy_timeout_s", HANG_S)
+        patch.setitem(of_tier, "timeout_s", HANG_S)
+        patch.setattr(cuda_pages, "PIN_TIMEOUT_S", HANG_S)
+        patch.setattr(tier_memory, "PUT_TIMEOUT_S", HANG_S)
+        yield
 
 
 def goes_on(pages: Pages) -> bool:
@@ -110,7 +117,7 @@ def life(name: str, waiting: bool = True) -> tuple[str, bool]:
         slots = np.empty(pages.geometry.block_bytes, np.uint8)
         nbytes = pages.copy_slots(BLOCK, *SLOTS, slots)
         right &= slots[:nbytes].tobytes() == wanted[:, BLOCK, SLOTS[0] : SLOTS[1]].tobytes()
-        return "", right
+        return "", right and tier_holds_what_is_put(pages, waiting)
     except Exception as error:
         return f"{type(error).__name__}: {error} | {pages.failure}", False
     finally:
@@ -118,6 +125,28 @@ def life(name: str, waiting: bool = True) -> tuple[str, bool]:
         if waiting:
             assert isinstance(pages, cuda_pages.CudaPages)
             assert pages.released.wait(SETTLED_S)
+
+
+def tier_holds_what_is_put(pages: Pages, waiting: bool) -> bool:
+    """Put two blocks in a tier of copies, and read them back."""
+    nbytes = pages.geometry.block_bytes
+    tier = tier_memory.TierMemory(pages.geometry.gpu, TIER_BYTES, 2 * nbytes)
+    try:
+        put = np.random.default_rng(5).integers(0, 256, 2 * nbytes, dtype=np.uint8)
+        tier.room[:] = put
+        tier.put(TIER_OFFSETS, nbytes)
+        tier.room[:] = 0
+        sources = [tier._start + offset for offset in TIER_OFFSETS]
+
+        def read() -> None:
+            load().gather(tier._room_at, sources, [nbytes] * 2, tier._stream)
+            load().synchronize(tier._stream)
+
+        tier._thread.run("read", read, HANG_S)
+        return bool((tier.room == put).all()) and os.fstat(tier.fd).st_size >= TIER_BYTES
+    finally:
+        tier.close()
+        assert not waiting or tier.released.wait(SETTLED_S)
 
 
 def copied(pages: Pages) -> bytes:

@@ -16,9 +16,11 @@ from cuda.bindings import driver
 from conformance import pages_engine
 from conformance.pages_engine import AXES, BLOCK_SIZE, BLOCKS, LAYER_BYTES, LAYERS, OFFSET, SHAPE, STRIDES
 from segue_core.errors import GeometryError
+from segue_core.extents import in_tier
 from segue_core.messages.journal import SequenceBegin
 from segue_shim import cuda_loader
 from segue_shim.channel import Channel
+from segue_shim.cuda_driver import CudaCallError
 from segue_shim.cuda_export import DeviceTensor
 from segue_shim.cuda_side import CudaSide
 from segue_shim.exporter import Exporter
@@ -35,6 +37,7 @@ BLOCK_BYTES = LAYERS * STRIDES[0]
 REPLICA = np.random.default_rng(3).integers(0, 256, len(TARGETS) * BLOCK_BYTES, dtype=np.uint8).tobytes()
 cuda_loader.STAGED_BYTES = BLOCK_BYTES  # two batches of these few blocks
 NOT_READY = 600
+TIER, TIER_BYTES = 7, 2 << 20
 FINAL = (4, 700)
 """After these the engine itself cannot go on: DEINITIALIZED, ILLEGAL_ADDRESS."""
 
@@ -48,6 +51,7 @@ class Engine:
         checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(0))))
         self.stream = int(checked(driver.cuStreamCreate(1)))
         self.start = pages_engine.allocate(kind, driver) + OFFSET
+        self.tier_fd = tier_with(REPLICA[BLOCK_BYTES:])
         self.lines: list[logging.LogRecord] = []
         self.side: CudaSide | None = None
         handler = logging.Handler()
@@ -67,11 +71,11 @@ class Engine:
             return {"refused": str(error), "lines": self.said()}
         exporter = Exporter(NOWHERE, engine="a", model="m", fingerprint=b"f" * 16, incarnation=1)
         exporter.register_gpu(side)
-        made = channel()
+        made, extents = channel(side, self.tier_fd)
         exporter._offer(made)
         start = SequenceBegin("s", 1, b"", pack_u32(range(9)), pack_u32(range(3)), 0)
         exporter.begin(StepPlan(pack_u32(range(3)), (start,), computed=(("s", 8),), running=1))
-        source = Source(DAEMON, 1, FOR_EVER_NS, tuple(range(0, len(REPLICA), BLOCK_BYTES)))
+        source = Source(DAEMON, 1, FOR_EVER_NS, extents)
         load = Load(8, TARGETS, (source,))
         (staged,) = exporter.load([load])
         prepare(side, made.arena)
@@ -115,14 +119,33 @@ class Engine:
         return bytes(found) == REPLICA
 
 
-def channel() -> Channel:
-    """What a registration brings."""
+def tier_with(content: bytes) -> int:
+    """A descriptor of GPU memory that begins with this, as a daemon's tier does."""
+    checked = pages_engine.checked
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    posix = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    properties.requestedHandleTypes = posix
+    allocation = checked(driver.cuMemCreate(TIER_BYTES, properties, 0))
+    fd = int(checked(driver.cuMemExportToShareableHandle(allocation, posix, 0)))
+    os.pwrite(fd, content, 0)  # the double's memory is the descriptor's file
+    return fd
+
+
+def channel(side: CudaSide, tier_fd: int) -> tuple[Channel, tuple[int, ...]]:
+    """What a registration brings, and where the replica's blocks are: the last one in the tier, if that can
+    be mapped."""
     made = Channel(1 << 14)
     fd = os.memfd_create("arena")
     os.write(fd, REPLICA)
     made.arena = Arena(fd, len(REPLICA), DAEMON)
     os.close(fd)
-    return made
+    try:
+        made.arena.tier = side.loader.map_tier(tier_fd, TIER, TIER_BYTES)
+    except CudaCallError:
+        return made, (0, BLOCK_BYTES)
+    return made, (0, in_tier(TIER, 0))
 
 
 def prepare(side: CudaSide, arena: Any) -> None:

@@ -76,7 +76,7 @@ def check(code: int, failing: str, found: dict[str, Any]) -> None:
     """One of the documented outcomes: it works all the same, or this engine is let go with advice."""
     error, told = found["error"], f"{failing}: {found}"
     if error:
-        assert error.startswith(("ProtocolError", "PagesError")), told
+        assert error.startswith(("ProtocolError", "PagesError", "CudaError")), told
         assert re.search(r" \([a-z].{20,}\)", error), f"no word of what to do: {told}"
         if code == 0:
             assert "has not returned" in error, told

@@ -143,7 +143,7 @@ class Checks:
             raise Violation(f"{daemon.name}: {found.tokens} tokens offered of {len(live.ids)}")
         packed = packed_by_slot(daemon.memory, self._world.slotted)
         blocks = []
-        for index, offset in enumerate(found.offsets):
+        for index, offset in enumerate(found.extents):
             position = found.first_block + index
             slots = min(SIZE, found.tokens - position * SIZE)
             have = packed[:, offset // BLOCK_BYTES, :slots].tobytes()

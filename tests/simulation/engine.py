@@ -344,9 +344,9 @@ class SimEngine(Process):
         live, found = work.live, work.load
         if found is not None:
             assert live.arena is not None
-            half = (len(found.offsets) + 1) // 2
-            for index in range(half) if first_half else range(half, len(found.offsets)):
-                offset = found.offsets[index]
+            half = (len(found.extents) + 1) // 2
+            for index in range(half) if first_half else range(half, len(found.extents)):
+                offset = found.extents[index]
                 packed = packed_by_slot(live.arena[offset : offset + BLOCK_BYTES], self.world.slotted)
                 self.pages[:, work.blocks[found.first_block + index]] = packed[:, 0]
             return

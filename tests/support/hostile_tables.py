@@ -279,7 +279,7 @@ class Peer:
         self.store.release(found.lease)
         wrong = []
         for position, token in enumerate(ids):
-            offset, slot = found.offsets[position // SIZE], position % SIZE
+            offset, slot = found.extents[position // SIZE], position % SIZE
             block = self.memory[offset : offset + geometry.block_bytes].view(np.int16)
             if self._engine.slots:
                 have = block.reshape(LAYERS, SIZE, DIM)[:, slot]

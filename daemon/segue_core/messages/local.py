@@ -58,10 +58,21 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag="registered"):
-    """Daemon to engine, with one descriptor: the replica arena of `arena_bytes` bytes."""
+    """Daemon to engine, with a descriptor: the replica arena of `arena_bytes` bytes. To a worker with its
+    memory on a GPU perhaps with another one: GPU memory of `tier_bytes` bytes, the tier of number `tier`, in
+    which copies of replicas may lie once the worker has answered `TierMapped`."""
 
     incarnation: int
     arena_bytes: int
+    tier: int = 0
+    tier_bytes: int = 0
+
+
+class TierMapped(msgspec.Struct, frozen=True, array_like=True, tag="tier_mapped"):
+    """Worker to daemon: the tier can be loaded from; or it cannot, `problem` says why."""
+
+    tier: int
+    problem: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)] = ""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -93,7 +104,7 @@ class Match(msgspec.Struct, frozen=True, array_like=True, tag="match"):
 class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     """Daemon to scheduler: KV of `tokens` tokens can be loaded (0: nothing).
 
-    `extents` are packed u64 arena offsets, one per block from block `first_block` on; each block's
+    `extents` are packed u64 (`segue_core.extents`), one per block from block `first_block` on; each block's
     bytes lie there in geometry order. They stay unchanged until `deadline_ns` (CLOCK_MONOTONIC) or
     `Release`. A copy finished after the deadline must not be used.
     """
@@ -120,5 +131,5 @@ class Fenced(msgspec.Struct, frozen=True, array_like=True, tag="fenced"):
     epoch: int
 
 
-ToDaemon = Register | Attach | Match | Release
+ToDaemon = Register | Attach | Match | Release | TierMapped
 ToEngine = Registered | Refused | Matched | Fenced

@@ -177,12 +177,40 @@ class Driver:
                 raise
             self._set_access(address, nbytes, device, READ_WRITE)
 
+    def allow_writing(self, address: int, nbytes: int, device: int) -> None:
+        """Let `device` read and write mapped memory."""
+        self._set_access(address, nbytes, device, READ_WRITE)
+
     def _set_access(self, address: int, nbytes: int, device: int, flags: int) -> None:
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = self._cuda.CUmemAccess_flags(flags)
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    # -- memory for another process ------------------------------------------------------------------
+
+    def create(self, nbytes: int, device: int) -> Any:
+        """Physical memory of which a descriptor can be had: at least `nbytes`, see `whole`."""
+        return self._call("cuMemCreate", nbytes, self._exportable(device), 0)
+
+    def whole(self, nbytes: int, device: int) -> int:
+        """`nbytes` rounded up to what can be created."""
+        least = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = int(self._call("cuMemGetAllocationGranularity", self._exportable(device), least))
+        return -(-nbytes // unit) * unit
+
+    def _exportable(self, device: int) -> Any:
+        properties = self._cuda.CUmemAllocationProp()
+        properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = device
+        properties.requestedHandleTypes = self._posix_fd
+        return properties
+
+    def export_fd(self, allocation: Any) -> int:
+        """A descriptor of physical memory; the caller closes it."""
+        return int(self._call("cuMemExportToShareableHandle", allocation, self._posix_fd, 0))
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -221,6 +249,10 @@ class Driver:
     def wait_for(self, event: Any) -> None:
         """Wait until what `event` stands for is done. May hang with the GPU: only in a thread that may."""
         self._call("cuEventSynchronize", event)
+
+    def put(self, address: int, host: int, nbytes: int, stream: Any) -> None:
+        """Queue a copy of page-locked host memory to device memory."""
+        self._call("cuMemcpyHtoDAsync", address, host, nbytes, stream)
 
     def gather(self, host: int, sources: Sequence[int], sizes: Sequence[int], stream: Any) -> None:
         """Queue copies of device memory to host memory from `host` on, one behind the other.

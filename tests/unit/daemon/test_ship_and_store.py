@@ -49,7 +49,7 @@ def stored_tokens_are_right(
     )
     assert found.tokens == replica.watermark
     for position, token in enumerate(ids):
-        offset = found.offsets[position // SIZE]
+        offset = found.extents[position // SIZE]
         block = memory[offset : offset + engine.geometry.block_bytes].view(np.int16).reshape(2, -1)
         slotted_layout = "slot" in engine.geometry.regions[0].axes
         shaped = block.reshape(2, SIZE, DIM) if slotted_layout else block.reshape(2, DIM, SIZE)
@@ -193,10 +193,10 @@ def test_a_pinned_tail_does_not_change_while_it_is_loaded() -> None:
     change = Part(0, PartKind.ITEMS, b"", 16, 1, 8)
     first_item = array("I", [1, 1]).tobytes() + b"\2" * 8
     assert receive(store, delta(base=2, token_ids=ids(3)[8:], parts=(change,)), first_item) == 3
-    assert (memory[found.offsets[0] : found.offsets[0] + 64] == 1).all()
+    assert (memory[found.extents[0] : found.extents[0] + 64] == 1).all()
     store.release(found.lease)
     again = store.match(Wanted(FINGERPRINT, b"", ids(3), SIZE, 64), seq="s", computed=0, limit=3, now_ns=0)
-    assert (memory[again.offsets[0] : again.offsets[0] + 8] == 2).all()
+    assert (memory[again.extents[0] : again.extents[0] + 8] == 2).all()
 
 
 def test_only_token_for_token_agreement_counts() -> None:

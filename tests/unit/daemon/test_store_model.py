@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert computed < found.tokens < asked
         pinned = []
-        for number, offset in enumerate(found.offsets, found.first_block):
+        for number, offset in enumerate(found.extents, found.first_block):
             have = bytes(self.memory[offset : offset + BLOCK])
             pinned.append((offset, have))
             if self.verify == "always" and (number + 1) * SIZE <= found.tokens:
