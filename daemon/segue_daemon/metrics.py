@@ -58,6 +58,8 @@ class DaemonCollector(Collector):
             ("segue_store_own_replicas", "Those kept for the engine of this host", store.own_replicas),
             ("segue_store_leases", "Loads under way", store.leases),
             ("segue_store_limit_bytes", "What the host's memory leaves of the budget", store.limit_bytes),
+            ("segue_store_tier_bytes", "GPU memory for copies of replicas", store.tier_bytes),
+            ("segue_store_tier_used_bytes", "What copies take of it", store.tier_used_bytes),
             ("segue_store_room_bytes", "Room for replicas that are not here yet", store.room_bytes),
         ):
             yield GaugeMetricFamily(name, text, value=value)
@@ -80,6 +82,7 @@ class DaemonCollector(Collector):
             ("segue_store_scrubbed_bytes", "Bytes compared with their checksums", store.scrubbed_bytes),
             ("segue_store_hits", "Full blocks that engines asked for and got", store.hits),
             ("segue_store_misses", "Full blocks that engines asked for in vain", store.misses),
+            ("segue_store_tier_hits", "Those of them in GPU memory", store.tier_hits),
             ("segue_store_fences_forgotten", "Epochs given up for newer ones", store.fences_forgotten),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from segue_core.messages.status import DaemonStatus, PeerStatus, SequenceStatus
+from segue_core.messages.status import DaemonStatus, PeerStatus, Promoted, PromoteRequest, SequenceStatus
 from segue_ctl import keygen
 from segue_ctl.child import Child, finish_all
 from segue_ctl.cluster_config import DaemonPlace, daemon_config, write_yaml
@@ -31,6 +31,8 @@ from segue_ctl.warden import Warden
 NAMES = ("a", "b")
 START_S = 60.0
 WORK_S = 120.0
+HTTP_S = 10.0
+PROMOTE_MS = 5_000
 _POLL_S = 0.002
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -51,11 +53,11 @@ class BenchDaemon:
         """CPU time used so far, all threads, in steps of 10 ms."""
         return cpu_ticks(self.child.pid) / _TICKS_PER_S
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Status code and body; 0 if nobody answers."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.place.http_port, timeout=10)
+    def get(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """GET, or POST with a body: status code and what was answered; 0 if nobody answers."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.place.http_port, timeout=HTTP_S)
         try:
-            connection.request("GET", path, headers=dict(self.headers))
+            connection.request("GET" if body is None else "POST", path, body, dict(self.headers))
             answer = connection.getresponse()
             return answer.status, answer.read()
         except OSError:
@@ -75,6 +77,13 @@ class BenchDaemon:
         """Tokens of a sequence that it holds for its peer."""
         code, body = self.get(f"/v1/sequences/{seq}")
         return msgspec.json.decode(body, type=SequenceStatus).watermark if code == 200 else 0
+
+    def promote(self, seq: str, tokens: int) -> int:
+        """Wait until it holds so many, and have it promoted, as a router does; how many it holds. Costs it
+        nothing while it waits."""
+        request = PromoteRequest(epoch=2, want_tokens=tokens, wait_ms=PROMOTE_MS)
+        code, body = self.get(f"/v1/sequences/{seq}/promote", msgspec.json.encode(request))
+        return msgspec.json.decode(body, type=Promoted).watermark if code == 200 else 0
 
 
 @contextmanager

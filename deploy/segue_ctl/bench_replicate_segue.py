@@ -21,7 +21,7 @@ from segue_ctl.waiting import ClusterError
 PACE_S = 0.004
 BLOCKS_A_SEQUENCE = 16
 TAIL_SEQUENCES = 64
-LOOK_S = 0.000_05
+LOOK_S = 0.000_2
 ARRIVAL_S = 60.0
 
 
@@ -97,7 +97,8 @@ class FullPath:
             if len(under_way) == 1 and moved < total_bytes:
                 continue
             name, ids = under_way.pop(0)
-            wait_until(lambda name=name: self._b.held(name) == tokens, self._b)  # type: ignore[misc]
+            if (held := self._b.promote(name, tokens)) != tokens:
+                raise ClusterError(f"{name}: {held} of {tokens} tokens have arrived in time")
             if not under_way and moved >= total_bytes:
                 return moved, time.perf_counter() - started, 0.0, [(name, ids, table)]
             self._engine.begin(ended=[name])

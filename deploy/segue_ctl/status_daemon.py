@@ -5,7 +5,7 @@ Invariant: no line of a table is wider than `WIDTH`; what does not fit is cut, a
 
 from __future__ import annotations
 
-from segue_core.messages.status import DaemonStatus, PeerStatus
+from segue_core.messages.status import DaemonStatus, PeerStatus, StoreStatus
 from segue_ctl.output import Style, table
 
 WIDTH = 120
@@ -41,9 +41,18 @@ def daemon_facts(status: DaemonStatus) -> str:
         ["", f"room {room} MiB, cached {cached} MiB, leases {store.leases}, refused {store.refused}"],
         ["", f"hits {store.hits}, misses {store.misses}, loaded {loaded} MiB"],
         ["", f"corrupt {store.corrupt}, poisoned {store.poisoned_blocks}"],
+        ["GPU tier", _tier(store)],
         ["given up", f"cached blocks {blocks}, replicas: own {gone_own}, stale {stale}, live {live}"],
     ]
     return table([row for row in rows if row[1]])
+
+
+def _tier(store: StoreStatus) -> str:
+    """Copies in the memory of the engine's GPU, or why there are none; empty if none are wanted."""
+    if store.tier_detail or not store.tier_bytes:
+        return store.tier_detail
+    used, budget = _mib(store.tier_used_bytes), _mib(store.tier_bytes)
+    return f"{store.tier_blocks} blocks in {used} of {budget} MiB, hits {store.tier_hits}"
 
 
 def peer_table(peers: tuple[PeerStatus, ...], style: Style) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gpu.shapes import AT_ONCE, SEED, Shape
+from gpu.shapes import AT_ONCE, LOADED_SEED, SEED, Shape
 from segue_core.geometry import Geometry
 from segue_daemon.cuda.pages import CudaPages
+from segue_daemon.cuda.tier_memory import TierMemory
+from support.cuda_process import WithDescriptors
 
 RELEASE_S = 20.0
 state: dict[str, Any] = {}
@@ -120,6 +122,30 @@ def replicate(seconds: float, tails_a_step: int, step_ms: float) -> dict[str, fl
         step += 1
     taken_s = (time.monotonic_ns() - begun_ns) / 1e9
     return {"gb_per_s": step * tails_a_step * nbytes / taken_s / 1e9, "steps": step, "late_steps": late}
+
+
+def fill_tier(slots: int, slot_bytes: int, blocks: int) -> WithDescriptors:
+    """Copy blocks of this shape to GPU memory of this process: [its bytes, GB/s of filling it], and its
+    descriptor."""
+    shape = Shape(slots, slot_bytes, blocks)
+    geometry, nbytes = state["pages"].geometry, shape.block_bytes
+    tier = state["tier"] = TierMemory(geometry.gpu, blocks * nbytes, AT_ONCE * nbytes)
+    taken_ns = 0
+    for first in range(0, blocks, AT_ONCE):
+        some = range(first, min(blocks, first + AT_ONCE))
+        for at, number in enumerate(some):
+            tier.room[at * nbytes : (at + 1) * nbytes] = shape.block(number, LOADED_SEED).reshape(-1)
+        begun_ns = time.monotonic_ns()
+        tier.put([number * nbytes for number in some], nbytes)
+        taken_ns += time.monotonic_ns() - begun_ns
+    return WithDescriptors([tier.nbytes, blocks * nbytes / max(1, taken_ns)], [os.dup(tier.fd)])
+
+
+def close_tier() -> bool:
+    """Let it go, and wait until it is gone."""
+    tier = state.pop("tier")
+    tier.close()
+    return bool(tier.released.wait(RELEASE_S))
 
 
 def close() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from cuda.bindings import driver
 
 from gpu import busy
 from gpu.shapes import AT_ONCE, AXES, LOADED_SEED, REGIONS, SEED, Shape
+from segue_core.extents import in_tier
 from segue_core.messages.probe import ShareKind
 from segue_shim.cuda_export import DeviceTensor
 from segue_shim.cuda_probe_memory import OFFSET, ProbeDriver
@@ -20,6 +22,7 @@ from segue_shim.cuda_side import CudaSide
 from support.cuda_process import WithDescriptors
 
 state: dict[str, Any] = {}
+TIER = 1
 
 
 def checked(result: tuple[Any, ...]) -> Any:
@@ -91,23 +94,41 @@ class PlainArena:
 
 def load() -> dict[str, Any]:
     """Fill the memory from an arena, several blocks at a time, and look at every byte of it."""
+    arena: Any = PlainArena(state["shape"], state["shape"].blocks)
+    state["side"].loader.prepare(arena)
+    locked = arena.locked
+    found = _load(arena, lambda offset: offset)
+    if locked:
+        arena.unlock()
+    return {"locked": locked, **found}
+
+
+def load_from_tier(nbytes: int, descriptors: list[int] | None = None) -> dict[str, Any]:
+    """Fill the memory from GPU memory of the daemon, in the same way."""
+    (fd,) = descriptors or ()
+    arena: Any = PlainArena(state["shape"], 1)
+    arena.tier = state["side"].loader.map_tier(fd, TIER, nbytes)
+    os.close(fd)
+    try:
+        return _load(arena, lambda offset: in_tier(TIER, offset))
+    finally:
+        arena.tier.close()
+
+
+def _load(arena: Any, extent: Callable[[int], int]) -> dict[str, Any]:
+    """Load every block from `extent(its offset)`; how long that took, and whether all of it is right."""
     shape, side = state["shape"], state["side"]
-    arena: Any = PlainArena(shape, shape.blocks)
-    side.loader.prepare(arena)
     order = list(range(shape.blocks))[::-1]
     taken_ns: list[int] = []
     for at in range(0, len(order), AT_ONCE):
         some = order[at : at + AT_ONCE]
         begun_ns = time.monotonic_ns()
-        side.loader.copy(arena, some, [number * shape.block_bytes for number in some])
+        side.loader.copy(arena, some, [extent(number * shape.block_bytes) for number in some])
         taken_ns.append(time.monotonic_ns() - begun_ns)
-    locked = arena.locked
-    if locked:
-        arena.unlock()
     is_equal = all(
         np.array_equal(_read_region(number), shape.region(number, LOADED_SEED)) for number in range(REGIONS)
     )
-    return {"equal": is_equal, "locked": locked, "seconds": sum(taken_ns) / 1e9, "nbytes": shape.nbytes}
+    return {"equal": is_equal, "seconds": sum(taken_ns) / 1e9, "nbytes": shape.nbytes}
 
 
 def _read_region(number: int) -> Any:

@@ -121,6 +121,24 @@ def _speed(what: str, found: dict[str, float], plain: float) -> Row:
     return measured("speed", what, result, ratio_to_plain=ratio, **found)
 
 
+def tier(bench: Bench) -> Iterator[Row]:
+    """Replicas that a daemon keeps in GPU memory: loaded from there, beside a load from the arena."""
+    shape = large(min(bench.mib, 512))
+    size = (shape.slots, shape.slot_bytes, shape.blocks)
+    with bench.pair() as (engine, daemon):
+        share(engine, daemon, "cuda_vmm", shape)
+        (nbytes, filled), fds = daemon.call_for_descriptors("fill_tier", *size)
+        found = engine.call("load_from_tier", nbytes, descriptors=fds)
+        what = f"{shape.nbytes >> 20} MiB of the daemon's GPU memory"
+        yield equal("tier", f"{what}: loaded", found["equal"], f"filled at {filled:.2f} GB/s")
+        yield equal("tier", f"{what}: let go", daemon.call("close_tier"))
+        from_tier, from_arena = _rate(found)["gb_per_s"], _rate(engine.call("load"))["gb_per_s"]
+        times = from_tier / max(from_arena, 1e-9)
+        result = f"{from_tier:.2f} GB/s, {times:.1f} times as fast as from the arena"
+        figures = {"gb_per_s": from_tier, "arena_gb_per_s": from_arena, "filled_gb_per_s": filled}
+        yield measured("tier", "load of 2 MiB blocks (64 x 32 KiB), 4 at once", result, **figures)
+
+
 def beside(bench: Bench) -> Iterator[Row]:
     """How much slower the engine's work is while a daemon copies at decode rates."""
     what = f"an engine's work while {TAILS_A_STEP} tails are copied each {STEP_MS:g} ms"
@@ -219,6 +237,7 @@ STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "conformance": conformance,
     "share": sharing,
     "speed": speed,
+    "tier": tier,
     "beside": beside,
     "torch": torch_tensors,
     "killed": killed,

@@ -57,6 +57,7 @@ def test_the_script_tries_everything(library: Path, tmp_path: Path) -> None:
         "conformance": {"equal"},
         "share": {"equal"},
         "speed": {"measured"},
+        "tier": {"equal", "measured"},
         "beside": {"measured", "NOT RUN"},
         "torch": {"NOT RUN"},
         "killed": {"equal"},

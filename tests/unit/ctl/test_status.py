@@ -123,7 +123,19 @@ def test_a_daemon_shows_how_well_it_protects_in_a_terminals_width(
         peers=peers,
         engine=EngineStatus("a", "running", pid=42, sequences=3, fenced=1),
         store=StoreStatus(
-            1 << 30, 1 << 20, 0, 2, 0, 0, own_replicas=1, room_bytes=5 << 20, poisoned_blocks=7
+            1 << 30,
+            1 << 20,
+            0,
+            2,
+            0,
+            0,
+            own_replicas=1,
+            room_bytes=5 << 20,
+            poisoned_blocks=7,
+            tier_bytes=2 << 20,
+            tier_used_bytes=1 << 20,
+            tier_blocks=8,
+            tier_hits=4,
         ),
         copies=CopiesStatus(wanted=3, placed=3, achieved=2),
     )
@@ -136,6 +148,7 @@ def test_a_daemon_shows_how_well_it_protects_in_a_terminals_width(
         "2 (1 of this host's engine)",
         "room 5.0 MiB",
         "poisoned 7",
+        "8 blocks in 1.0 of 2.0 MiB, hits 4",
     ):
         assert said in out, out
     assert all(
