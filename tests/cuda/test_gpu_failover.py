@@ -27,8 +27,7 @@ def test_what_a_killed_engine_had_on_its_gpu_is_on_the_standby_s(
         assert first.call("join", daemons["a"].socket, "a", 1, "cuda_vmm")
         assert standby.call("join", daemons["b"].socket, "b", 2, "cuda_ipc")
         for name in "ab":
-            ready = lambda daemon=daemons[name]: daemon.get("/readyz")[0] == 200  # noqa: E731
-            wait_for(ready, f"engine {name} is registered")
+            wait_for(daemons[name].protects, f"engine {name} is registered")
         first.call("run", IDS, TOKENS)
         wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
         first.kill()

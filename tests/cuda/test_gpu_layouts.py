@@ -29,8 +29,7 @@ def test_an_engine_goes_on_from_one_whose_memory_is_laid_out_differently(
         assert first.call("join", daemons["a"].socket, "a", 1, first_has, True) == [True, True]
         assert standby.call("join", daemons["b"].socket, "b", 2, standby_has, False) == [True, True]
         for name in "ab":
-            ready = lambda daemon=daemons[name]: daemon.get("/readyz")[0] == 200  # noqa: E731
-            wait_for(ready, f"engine {name} is registered")
+            wait_for(daemons[name].protects, f"engine {name} is registered")
         first.call("run", IDS, TOKENS)
         wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
         first.kill()

@@ -32,7 +32,7 @@ class Standby:
         daemons.start()
         for process, name, incarnation in ((self.first, "a", 1), (self.engine, "b", 2)):
             assert process.call("join", daemons[name].socket, name, incarnation, "cuda_vmm")
-            wait_for(lambda name=name: daemons[name].get("/readyz")[0] == 200, f"engine {name} is there")
+            wait_for(daemons[name].protects, f"engine {name} is registered")
 
     def replicate(self) -> None:
         self.first.call("run", IDS, TOKENS)

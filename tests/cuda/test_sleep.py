@@ -11,7 +11,7 @@ import pytest
 from support.cuda_double import Settings
 from support.cuda_process import CudaProcess
 from support.cuda_sleep import content_after
-from support.daemons import DaemonProcess, DaemonSet
+from support.daemons import DaemonSet
 from support.waiting import wait_for
 
 ENGINE = Path(__file__).parent / "gpu_engine.py"
@@ -33,7 +33,7 @@ def pair(library_folder: Path) -> Iterator[Pair]:
         assert first.call("join", daemons["a"].socket, "a", 1, "cuda_vmm")
         assert standby.call("join", daemons["b"].socket, "b", 2, "cuda_ipc")
         for name in "ab":
-            wait_for(lambda daemon=daemons[name]: protects(daemon), f"engine {name} is registered")
+            wait_for(daemons[name].protects, f"engine {name} is registered")
         daemon = daemons["a"].process
         assert daemon is not None
         first.call("may_sleep", [daemon.pid])
@@ -42,10 +42,6 @@ def pair(library_folder: Path) -> Iterator[Pair]:
         first.kill()
         standby.kill()
         daemons.stop()
-
-
-def protects(daemon: DaemonProcess) -> bool:
-    return daemon.get("/readyz")[0] == 200
 
 
 def check_replica(pair: Pair, seq: str, times: int) -> None:
@@ -66,9 +62,9 @@ def test_memory_that_went_and_came_back_is_protected_again(pair: Pair) -> None:
     daemons, first, _ = pair
     check_replica(pair, "s", 0)
     assert first.call("sleep", 1) == [0, 0], "pieces of memory held here, and by the daemon"
-    assert not protects(daemons["a"])
+    assert not daemons["a"].protects()
     first.call("wake_up", ["weights"])
-    assert not protects(daemons["a"]), "the KV cache is still away"
+    assert not daemons["a"].protects(), "the KV cache is still away"
     first.call("wake_up", ["kv_cache"])
     assert first.call("idle_until_registered")
     check_replica(pair, "t", 1)

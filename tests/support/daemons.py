@@ -101,6 +101,10 @@ class DaemonProcess:
         body: dict[str, Any] = self.get("/status")[1]
         return body
 
+    def protects(self) -> bool:
+        """Whether an engine is registered with it."""
+        return self.get("/readyz")[0] == 200
+
     def watermark(self, seq: str) -> int:
         """Tokens of `seq` held here for a peer, or acked by the peer for an engine's own; -1: it is over."""
         status, body = self.get(f"/v1/sequences/{seq}")

@@ -11,7 +11,7 @@ from ahead import schedule_ahead
 from engine import Driver, make_engine, prompt
 from exact import Asker
 from exact_kv_run import SETTINGS, Case
-from journal_run import WORKLOAD, Watcher
+from journal_run import CROWDED, WORKLOAD, Watcher
 from reference import Reference
 
 from support.daemon_stub import DaemonStub
@@ -23,14 +23,7 @@ def main(model: str, folder: str) -> None:
     report: dict[str, Any] = {}
     schedule_ahead()
     socket = f"{folder}/daemon.sock"
-    llm = make_engine(
-        model,
-        socket,
-        num_gpu_blocks_override=21,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        enable_prefix_caching=True,
-    )
+    llm = make_engine(model, socket, **CROWDED)
     core = llm.llm_engine.engine_core.engine_core
     report["engine"] = [type(core.scheduler).__name__, core.batch_queue is not None]
 

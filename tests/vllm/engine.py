@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-DEFAULTS = {"max_model_len": 512, "seed": 0, "disable_log_stats": True, "gpu_memory_utilization": 0.1}
-
 
 def make_engine(model: str, socket: str, **arguments: Any) -> Any:
     """An `LLM` with the connector. `dtype` float32: recomputing does not change its greedy tokens."""

@@ -25,6 +25,13 @@ WORKLOAD = {
     "prefix-c": (SHARED + prompt(6, 1), 50),
     "aligned": (prompt(7, 64), 64),
 }
+CROWDED: dict[str, Any] = {
+    "num_gpu_blocks_override": 21,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+}
+"""An engine that takes long prompts in chunks, and whose cache is too small for all of these."""
 
 
 class Watcher:
@@ -71,21 +78,14 @@ class Watcher:
 def main(model: str, folder: str) -> None:
     report: dict[str, Any] = {}
     socket = f"{folder}/run/daemon.sock"
-    llm = make_engine(
-        model,
-        socket,
-        num_gpu_blocks_override=21,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        enable_prefix_caching=True,
-    )
+    llm = make_engine(model, socket, **CROWDED)
     driver = Driver(llm)
 
     # No daemon, not even its folder: the engine serves. These are the answers to compare with.
     expected = {name: driver.generate(ids, count) for name, (ids, count) in WORKLOAD.items()}
     report["varied"] = len(set(expected["aligned"]))
 
-    # A daemon comes. Several sequences at once, in chunks, in a cache that is too small for all.
+    # A daemon comes. Several sequences at once.
     Path(folder, "run").mkdir()
     stub = DaemonStub(socket)
     began = time.monotonic()

@@ -14,11 +14,15 @@ from engine import Driver, make_engine, prompt
 
 from segue_core.clock import MonotonicClock
 from segue_core.messages.local import Match, Matched
+from segue_shim.options import ExporterOptions
+from support.clocks import AdvancedClock
 from support.daemon_stub import DaemonStub, Registration, ids, wait_until
 
 PROMPT = prompt(11, 100)
 DELIVERED, TOTAL, BLOCK = 45, 80, 32
 MATCH_TIMEOUT_MS = 50
+PAUSE_MS = ExporterOptions().match_pause_ms + 1
+"""After a failure the daemon is not asked for so long."""
 
 
 class Replica:
@@ -58,9 +62,13 @@ class Replica:
         )
 
 
-def let_the_pause_pass() -> None:
-    """After a failure the daemon is not asked for a second."""
-    time.sleep(1.1)
+def clock_of_questions(llm: Any) -> AdvancedClock:
+    """By which the scheduler asks its daemon from now on; nothing else in the engine goes by it."""
+    matches = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._client
+    clock = AdvancedClock()
+    for each in (matches, *matches._clients):
+        each._clock = clock
+    return clock
 
 
 def main(model: str, folder: str) -> None:
@@ -74,6 +82,7 @@ def main(model: str, folder: str) -> None:
         enable_prefix_caching=False,
         extra={"match_timeout_ms": MATCH_TIMEOUT_MS},
     )
+    clock = clock_of_questions(llm)
     driver = Driver(llm)
     registration = stub.registered()
 
@@ -133,14 +142,14 @@ def main(model: str, folder: str) -> None:
 
     stub.answer = lambda match: Matched(match.request, match.limit + 1, 0, b"", 9, 1 << 62)
     report["nonsense"] = resume()
-    let_the_pause_pass()
+    clock.advance_ms(PAUSE_MS)
     stub.answer = lambda match: b"\x05\x00\x00\x00hello"
     report["garbage"] = resume()
-    let_the_pause_pass()
+    clock.advance_ms(PAUSE_MS)
     stub.answer = None
     report["silent"] = resume()
     report["silent_again"] = resume()
-    let_the_pause_pass()
+    clock.advance_ms(PAUSE_MS)
     stub.answer = replica.answer
     report["recovered"] = resume()
 

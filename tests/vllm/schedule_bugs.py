@@ -43,9 +43,20 @@ class ForgetsToPause(SchedulerHalf):
         super()._pause(request_id, [])
 
 
+class ClaimsDrafts(SchedulerHalf):
+    """KV of drafts counts before it is known whether they are accepted."""
+
+    def _count(self, request_id: str, begin: int, output: Any, computed: list[tuple[str, int]]) -> None:
+        told = len(computed)
+        super()._count(request_id, begin, output, computed)
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        computed[told:] = [(seq, tokens + drafts) for seq, tokens in computed[told:]]
+
+
 SEEDS_NEEDED: dict[type[SchedulerHalf], tuple[str, range]] = {
     ForgetsToPause: ("sync", range(1)),
     ClaimsAfterTakeover: ("sync-spec", range(2)),
+    ClaimsDrafts: ("sync-spec", range(1)),
     LeavesJunkInThePrefixCache: ("sync", range(4)),
     CountsWhatIsBeingFilled: ("sync", range(20, 24)),
 }

@@ -157,6 +157,7 @@ class Run:
             self._step()
             self._see_answers()
         assert not self._connector.broken and not self._connector._resumer.broken
+        assert self.counts["drafts"] or not self._mode.drafts, "nothing was drafted"
         left = {each: request.status.name for each, request in self._scheduler.requests.items()}
         assert not left and not self._on_their_way, f"never end: {left}"
         self._worker.execute(self._scheduler.schedule())
@@ -177,6 +178,8 @@ class Run:
             output, step, outcome = self._on_their_way.popleft()
             self._worker.finish(step)
             scheduler.update_from_output(output, outcome)
+            if self._mode.drafts and not self._mode.ahead:  # ahead, vLLM schedules drafts unasked
+                scheduler.update_draft_token_ids(self._worker.propose(outcome.req_ids, DRAFTS))
 
     def _arrive(self) -> None:
         dice = self._dice

@@ -16,7 +16,7 @@ from typing import Any
 
 from schedule_content import BLOCK_SIZE, JUNK, Replicas, contents, next_token
 from schedule_journal import Journal
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from segue_shim.plan import LoadResult, pack_u32, unpack_u32
 from segue_shim.vllm_metadata import SegueMetadata, SegueWorkerMetadata
@@ -101,6 +101,11 @@ class Worker:
             kv_connector_output=told,
         )
 
+    def propose(self, ids: list[str], most: int) -> DraftTokenIds:
+        """At most that many drafts for each request's next step. What they say does not matter: dice decide
+        what is accepted of them."""
+        return DraftTokenIds(ids, [[REJECTED] * self._dice.randrange(most + 1) for _ in ids])
+
     def finish(self, step: int) -> None:
         """The kernels of all steps up to this one have run."""
         while self._kernels and self._kernels[0][0] <= step:
@@ -128,6 +133,8 @@ class Worker:
                 running.computed = cached.num_computed_tokens[index]
                 running.tokens = list(cached.all_token_ids.get(request_id, running.tokens))
                 continue
+            # Drafts of one that starts are none: vLLM fills up its step, so that all are of one size.
+            self._counts["drafts"] += len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             running.blocks += blocks[0] if blocks else ()
             if not self._ahead:  # ahead, the scheduler does not know yet which drafts were rejected
                 running.computed = cached.num_computed_tokens[index]
@@ -137,7 +144,6 @@ class Worker:
         """The tokens that the request has sampled, if it is past its prompt."""
         running = self._batch[request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        self._counts["drafts"] += drafts
         start, stop = running.computed, running.computed + output.num_scheduled_tokens[request_id]
         sampled: list[int] = []
         while stop - drafts >= len(running.tokens) and len(sampled) <= drafts:

@@ -85,8 +85,9 @@ async def test_an_answer_that_loses_its_way_out_stays(stage: Stage) -> None:
     body = question(PATHS[0], stop=["zzz"], max_tokens=200)
     asked = asyncio.create_task(router.ask(PATHS[0], body, x_session_id=session_of("a")))
     await eventually(lambda: engines[0].seen and engines[0].seen[0].sent_tokens > 3, "it generates")
+    before = len(daemons[1].asked)
     moving = asyncio.create_task(drain(router, "a"))
-    await asyncio.sleep(0.1)  # it waits for a replica that does not come
+    await eventually(lambda: len(daemons[1].asked) > before + 1, "it asks for its replica, and asks again")
     router.context.registry["b"].draining = True
     assert await moving == 0
     answer = await asked

@@ -31,6 +31,7 @@ from segue_daemon.kept import OwnKeep
 from segue_daemon.pages import HostPages, PagesError
 from segue_daemon.settings import DaemonSettings
 from segue_daemon.store import ReplicaStore
+from support.kept_host import Connection
 from support.waiting import eventually
 
 
@@ -142,18 +143,6 @@ class Pages(HostPages):
         if self.failure:
             raise PagesError(self.failure)
         super().copy_block(block, out)
-
-
-class Connection:
-    """The worker's end, as far as the host needs it. Its process is not visible."""
-
-    pid = 0
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.told.append(message)
 
 
 class Bench:

@@ -163,15 +163,24 @@ async def test_a_header_that_does_not_end_is_not_waited_for(monkeypatch: pytest.
 async def test_a_payload_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is room in the store held for one that stops in the middle of what it announced; a writer with
     nothing to say may wait as long as it likes."""
-    monkeypatch.setattr(bulk_reader, "PAYLOAD_S", 0.01)
+    monkeypatch.setattr(bulk_reader, "HEADER_S", 0.0)
+    monkeypatch.setattr(bulk_reader, "PAYLOAD_S", 0.0)
     one, other = pair(1 << 16)
-    reader = BulkReader(other, peer="a")
-    idle = asyncio.create_task(reader.header())
-    await asyncio.sleep(0.03)
-    assert not idle.done()
+    waits = asyncio.Event()
+
+    async def note_wait() -> None:
+        waits.set()
+
+    reader = BulkReader(other, peer="a", before_wait=note_wait)
     header = encode(MESSAGE)
-    one.send(bulk_head(header, 100) + header + bytes(99))
+    frame = bulk_head(header, 100) + header + bytes(100)
+    one.send(frame)
     async with asyncio.timeout(30) as patience:
+        await reader.header()
+        await reader.fill(memoryview(bytearray(100)))
+        idle = asyncio.create_task(reader.header())
+        await waits.wait()  # with the last frame's deadline it would be over as it begins
+        one.send(frame[:-1])
         await idle
         with pytest.raises(TimeoutError):
             await reader.fill(memoryview(bytearray(100)))

@@ -18,6 +18,7 @@ from segue_core.framing import encode_frame
 from segue_core.messages.local import Fenced, Match, Matched
 from segue_shim.match_client import MatchClient
 from segue_shim.options import ExporterOptions
+from support.clocks import AdvancedClock
 from support.daemon_stub import DaemonStub, wait_until
 from support.kv_pages import FAST
 
@@ -25,10 +26,16 @@ pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture
-def client(socket_path: str) -> Iterator[MatchClient]:
+def clock() -> AdvancedClock:
+    """Whose time the client's is."""
+    return AdvancedClock()
+
+
+@pytest.fixture
+def client(socket_path: str, clock: AdvancedClock) -> Iterator[MatchClient]:
     """The scheduler's side, with a deadline of 100 ms and a pause of 50."""
     made = MatchClient(
-        socket_path, engine="a", incarnation=5, fingerprint=b"f" * 16, block_size=4, options=FAST
+        socket_path, engine="a", incarnation=5, fingerprint=b"f" * 16, block_size=4, options=FAST, clock=clock
     )
     yield made
     made.close()
@@ -45,9 +52,9 @@ def held(match: Match, tokens: int, first: int = 0, lease: int = 9) -> Matched:
     return Matched(match.request, tokens, first, extents, lease, 1 << 62)
 
 
-def let_the_pause_pass() -> None:
+def let_the_pause_pass(clock: AdvancedClock) -> None:
     """After a failure nobody is asked for a while."""
-    time.sleep(0.06)
+    clock.advance_ms(FAST.match_pause_ms + 1)
 
 
 def test_a_replica_is_found(client: MatchClient, stub: DaemonStub) -> None:
@@ -80,17 +87,19 @@ def test_an_answer_that_helps_nothing_is_given_back(client: MatchClient, stub: D
     ],
 )
 def test_an_answer_that_contradicts_the_question_is_not_used(
-    client: MatchClient, stub: DaemonStub, wrong: object
+    client: MatchClient, stub: DaemonStub, clock: AdvancedClock, wrong: object
 ) -> None:
     """Too many tokens, too few extents, blocks left out, frames that are none."""
     stub.answer = wrong  # type: ignore[assignment]
     assert ask(client) is None and client.failures == 1
     stub.answer = lambda match: held(match, 19)
-    let_the_pause_pass()
+    let_the_pause_pass(clock)
     assert ask(client) is not None
 
 
-def test_late_answers_are_skipped_and_their_leases_given_back(client: MatchClient, stub: DaemonStub) -> None:
+def test_late_answers_are_skipped_and_their_leases_given_back(
+    client: MatchClient, stub: DaemonStub, clock: AdvancedClock
+) -> None:
     """A reply to the last question must not be taken for one to this."""
     stub.answer = lambda match: None
     assert ask(client) is None
@@ -98,7 +107,7 @@ def test_late_answers_are_skipped_and_their_leases_given_back(client: MatchClien
     stub.answer = lambda match: (
         encode_frame(late) + encode_frame(Fenced("x", 1)) + encode_frame(held(match, 11, lease=5))
     )
-    let_the_pause_pass()
+    let_the_pause_pass(clock)
     matched = ask(client)
     assert matched is not None and (matched.tokens, matched.lease) == (11, 5)
     wait_until(lambda: [release.lease for release in stub.releases] == [4])
@@ -174,12 +183,12 @@ def test_a_restarted_daemon_is_asked_again_at_once(client: MatchClient, socket_p
 
 
 def test_an_absent_daemon_is_logged_once_an_outage(
-    client: MatchClient, socket_path: str, caplog: pytest.LogCaptureFixture
+    client: MatchClient, socket_path: str, clock: AdvancedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And found when it is there."""
     for _ in range(3):
         assert ask(client) is None
-        let_the_pause_pass()
+        let_the_pause_pass(clock)
     assert caplog.text.count("replicas cannot be asked for") == 1 and client.failures == 3
     stub = DaemonStub(socket_path)
     stub.answer = lambda match: held(match, 19)
