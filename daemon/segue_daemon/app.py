@@ -19,7 +19,7 @@ from segue_core import __version__
 from segue_core.clock import Clock, MonotonicClock
 from segue_core.content_key import TOKEN_BYTES
 from segue_core.errors import ProtocolError
-from segue_core.messages.local import Match, Matched, Refused, Register, Registered, Release, TierMapped
+from segue_core.messages.local import Match, Matched, Refused, Register, Release, TierMapped
 from segue_core.messages.status import DaemonStatus, EngineStatus, SequenceStatus, StoreStatus
 from segue_daemon.arena import Arena
 from segue_daemon.bucket import SharedBudget
@@ -141,11 +141,8 @@ class Daemon:
 
     # -- the engine ---------------------------------------------------------------------------
 
-    def registered(self, *, worker: bool) -> tuple[Registered, list[int]]:
-        tier = self._tier.offer() if worker else None
-        number, nbytes, fd = tier or (0, 0, -1)
-        fds = [self._arena.fd, fd] if tier is not None else [self._arena.fd]
-        return Registered(self.incarnation, self._arena.capacity, number, nbytes), fds
+    def arena(self) -> tuple[int, int, int]:
+        return self.incarnation, self._arena.fd, self._arena.capacity
 
     def refusal(self, message: Register) -> Refused | None:
         return self.host.refusal(message)
@@ -153,20 +150,20 @@ class Daemon:
     def register(
         self, message: Register, fds: list[int], connection: Connection, pages: Pages | None = None
     ) -> Refused | None:
-        return self.host.register(message, fds, connection, pages)
+        refused = self.host.register(message, fds, connection, pages)
+        if refused is None and self.host.live is not None:
+            self._tier.engine_came(self.host.live, connection)
+        return refused
 
-    async def open_tier(self) -> None:
-        if self.host.live is not None:
-            await self._tier.open(self.host.live, lambda: self.host.live)
-
-    def tier_mapped(self, message: TierMapped) -> None:
-        self._tier.mapped(message)
+    def tier_mapped(self, message: TierMapped, connection: Connection) -> None:
+        self._tier.mapped(message, connection)
 
     def gone(self, connection: Connection) -> None:
         self.host.gone(connection)
 
     async def let_go(self) -> None:
         await self.host.let_go()
+        await self._tier.let_go()
 
     def match(self, message: Match, connection: Connection) -> None:
         found = self._find(message)
@@ -357,7 +354,7 @@ class Daemon:
         )
 
     def _engine_changed(self) -> None:
-        self._tier.keep_only(self.host.live)
+        self._tier.engine_changed(self.host.live)
         self._status_changed.set()
         self._status_changed = asyncio.Event()
 

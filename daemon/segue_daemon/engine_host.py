@@ -167,7 +167,7 @@ class EngineHost:
         """Wait until the memory of an engine that hung up is let go, not for ever. What is salvaged of a dead
         one takes its own time."""
         if self.session is not None and self.session.closed:
-            await let_go(self.session.pages)
+            await let_go(self.session.pages, self.session.pages.geometry.gpu)
 
     def _watch_lifeline(self, session: EngineSession, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own: report a killed engine before the kernel has torn it down."""

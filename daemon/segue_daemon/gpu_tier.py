@@ -1,10 +1,10 @@
 """The GPU tier: copies of sealed blocks in the memory of the engine's GPU, filled in the background.
 
 An engine that takes a sequence over loads those at the speed of its own memory, and the rest from the arena.
-Lives as long as one registration of an engine; owns the memory (`cuda.tier_memory`) and the index of what is
-in it (`tier_index`), and says where a block is loaded from. Invariants: nothing is given out before the
-engine has said that it can read the tier, or after it is gone; only blocks that are sound are copied;
-whatever fails on the GPU ends the tier, and blocks come from the arena as before.
+Lives within one registration of an engine; owns the memory (`cuda.tier_memory`) and the index of what is in
+it (`tier_index`), and says where a block is loaded from. Invariants: nobody waits for the tier; nothing is
+given out before the engine has said that it can read it, or after it is over; only blocks that are sound are
+copied; whatever fails ends the tier, and blocks come from the arena as before.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from segue_core.clock import Clock
-from segue_core.errors import SegueError
 from segue_core.extents import MAX_TIERS, in_tier
-from segue_core.messages.local import TierMapped
+from segue_core.messages.local import Tier, TierMapped
+from segue_daemon.beside import beside
 from segue_daemon.blocks import Block
 from segue_daemon.engine import EngineSession
+from segue_daemon.local import Connection
+from segue_daemon.open_pages import let_go
 from segue_daemon.store import ReplicaStore
 from segue_daemon.tier_index import Slot, TierIndex
+from segue_daemon.wire import Slices
 
 if TYPE_CHECKING:
     from segue_daemon.cuda.tier_memory import TierMemory
@@ -31,9 +34,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ROOM_BYTES = 4 << 20
-"""Copied at once, at least a block: some tenths of a millisecond of the event loop and of the link."""
+"""Checked and copied at once on its way to the GPU, at least a block; the event loop does that."""
 RETRY_S = 0.25
 """How soon a block is tried again for which no slot was free: those that engines load from are kept."""
+NO_ENGINE = "no engine that could load from it is registered"
 
 
 class GpuTier:
@@ -47,75 +51,101 @@ class GpuTier:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """`budget_bytes` 0: there is never one. `spawn` runs a task that the daemon looks after."""
-        self.detail = ""
+        self.detail = NO_ENGINE if budget_bytes else ""
         self._budget_bytes = budget_bytes
         self._store = store
         self._clock = clock
         self._spawn = spawn
         self._number = 0
         self._session: EngineSession | None = None
+        self._worker: Connection | None = None
         self._memory: TierMemory | None = None
+        self._last: TierMemory | None = None
         self._index = TierIndex(0, 1)
         self._mapped = False
         self._wake = asyncio.Event()
 
-    async def open(self, session: EngineSession, live: Callable[[], EngineSession | None]) -> None:
-        """Make one for the engine that has just registered, if it is on a GPU. `live()`: the engine that is
-        there when the memory is. Raises nothing: without it everything works, only slower."""
-        gpu, block_bytes = session.pages.geometry.gpu, session.pages.geometry.block_bytes
-        if not self._budget_bytes or not gpu:
-            return
-        try:
-            room = max(ROOM_BYTES, block_bytes)
-            memory = await asyncio.to_thread(_open_memory, gpu, self._budget_bytes, room)
-        except (SegueError, OSError) as error:
-            self.detail = f"no GPU memory for copies of replicas: {error}"
-            log.warning(self.detail, gpu=gpu, budget_bytes=self._budget_bytes)
-            return
-        if live() is not session:
-            memory.close()
-            return
-        self.close()
-        self._number = self._number % (MAX_TIERS - 1) + 1
-        self._session, self._memory, self.detail = session, memory, "the engine has not mapped it yet"
-        self._index = TierIndex(memory.nbytes, block_bytes)
+    # -- coming and going -------------------------------------------------------------------------
 
-    def offer(self) -> tuple[int, int, int] | None:
-        """(number, bytes, descriptor) for the engine, if there is a tier."""
-        memory = self._memory
-        return (self._number, memory.nbytes, memory.fd) if memory is not None else None
-
-    def mapped(self, message: TierMapped) -> None:
-        """The engine answers."""
-        memory = self._memory
-        if memory is None or message.tier != self._number or self._mapped:
+    def engine_came(self, session: EngineSession, worker: Connection) -> None:
+        """An engine was taken in: make a tier for it in the background, if one is wanted and of use to it."""
+        if not self._budget_bytes:
             return
-        if message.problem:
-            self._fail(f"the engine cannot map it: {message.problem}")
-            return
-        self._mapped, self.detail = True, ""
-        log.info("copies of replicas go to the GPU", bytes=memory.nbytes, blocks=self._index.slots)
-        self._store.watch(self)
-        self._spawn(self._fill(memory))
+        self.engine_changed(session)
+        self._session, self._worker = session, worker
+        if session.register.tier and session.pages.geometry.gpu:
+            self.detail = "it is being opened"
+            self._spawn(self._open(session, worker))
+        else:
+            self.detail = "the engine does not load from a GPU tier: its KV cache is in host memory"
 
-    def keep_only(self, live: EngineSession | None) -> None:
-        """The engine came, or went: the tier goes with the one that it was made for."""
+    def engine_changed(self, live: EngineSession | None) -> None:
+        """The engine may have gone: the tier goes with the one that it was made for."""
         if self._session is not None and self._session is not live:
             self.close()
+            self.detail = NO_ENGINE
+
+    async def _open(self, session: EngineSession, worker: Connection) -> None:
+        gpu, block_bytes = session.pages.geometry.gpu, session.pages.geometry.block_bytes
+        memory: TierMemory | None = None
+        try:
+            room = max(ROOM_BYTES, block_bytes)
+            work = lambda: _open_memory(gpu, self._budget_bytes, room)  # noqa: E731
+            memory = await beside("segue-gpu-tier-open", work, lambda memory: memory.close())
+            index = TierIndex(memory.nbytes, block_bytes)
+            if not index.slots:
+                raise ValueError(f"a block has {block_bytes} bytes, `store.gpu_budget_bytes` is smaller")
+        except Exception as error:
+            if memory is not None:
+                memory.close()
+            if self._session is session:
+                self._over(str(error))
+            return
+        if self._session is not session:
+            memory.close()
+            return
+        self._number = self._number % (MAX_TIERS - 1) + 1
+        self._memory, self._index, self.detail = memory, index, "the engine has not mapped it yet"
+        if not worker.send_with_fds(Tier(self._number, memory.nbytes), [memory.fd]):
+            self._over("the engine's connection does not take it")
+
+    def mapped(self, message: TierMapped, worker: Connection) -> None:
+        """The engine answers, or has trouble later."""
+        memory = self._memory
+        if memory is None or message.number != self._number or worker is not self._worker:
+            return
+        if message.problem:
+            self._over(f"the engine cannot load from it: {message.problem}")
+        elif not self._mapped:
+            self._mapped, self.detail = True, ""
+            log.info("copies of replicas go to the GPU", bytes=memory.nbytes, blocks=self._index.slots)
+            self._store.watch(self)
+            self._spawn(self._fill(memory))
 
     def close(self) -> None:
         """Let the memory go; safe to call twice."""
-        memory, self._memory, self._session, self._mapped = self._memory, None, None, False
+        memory, self._memory, self._session, self._worker = self._memory, None, None, None
+        self._mapped = False
         if memory is not None:
+            self._last = memory
             self._store.watch(None)
             self._index = TierIndex(0, 1)
             self._wake.set()
             memory.close()
 
-    def _fail(self, reason: str) -> None:
+    async def let_go(self) -> None:
+        """Wait until memory that was closed is free, not for ever."""
+        if self._last is not None:
+            await let_go(self._last, self._last.gpu)
+
+    def _over(self, reason: str) -> None:
+        """There is no tier for this engine any more."""
+        session, worker = self._session, self._worker
         self.close()
-        self.detail = reason
-        log.warning("no copies of replicas on the GPU any more", reason=reason)
+        self._session, self.detail = session, reason
+        log.warning("no copies of replicas on the GPU", reason=reason)
+        if worker is not None:
+            worker.send(Tier(self._number, 0))
 
     # -- what is in it ----------------------------------------------------------------------------
 
@@ -148,29 +178,49 @@ class GpuTier:
 
     @property
     def hits(self) -> int:
-        """Blocks that were given out from the tier, of the engine that is here."""
+        """Blocks that were given out from this tier."""
         return self._index.hits
+
+    # -- filling it -------------------------------------------------------------------------------
 
     async def _fill(self, memory: TierMemory) -> None:
         """As long as there is this tier: copy what waits, a few blocks at a time."""
+        try:
+            await self._want_all()
+            while self._memory is memory:
+                await self._fill_some(memory)
+        except Exception as error:
+            if self._memory is memory:
+                self._over(str(error) or repr(error))
+
+    async def _want_all(self) -> None:
+        """What replicas have already, as much as there is room for, the newest of them."""
+        index, slices = self._index, Slices(self._clock)
+        found: list[Block] = []
+        for replica in sorted(self._store.replicas.values(), key=lambda replica: -replica.touched_ns):
+            if len(found) >= index.slots:
+                break
+            found += reversed(replica.blocks)
+            await slices.share()
+        for block in reversed(found[: index.slots]):
+            if block.key:
+                index.wanted(block)
+            await slices.share()
+
+    async def _fill_some(self, memory: TierMemory) -> None:
+        """Copy what comes next; else wait for something to copy."""
         index = self._index
-        while self._memory is memory:
-            batch = self._gather(memory)
-            if not batch:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S if index.waits else None):
-                        await self._wake.wait()
-                continue
+        batch = self._gather(memory)
+        if batch:
             offsets = [slot.offset for _, _, slot in batch]
-            try:
-                await asyncio.to_thread(memory.put, offsets, index.block_bytes)
-            except SegueError as error:
-                if self._memory is memory:
-                    self._fail(str(error))
-                return
+            await beside("segue-gpu-tier-put", lambda: memory.put(offsets, index.block_bytes))
             for key, block, slot in batch:
                 index.made(key, block, slot)
+            return
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_S if index.waits else None):
+                await self._wake.wait()
 
     def _gather(self, memory: TierMemory) -> list[tuple[bytes, Block, Slot]]:
         """Copies of what comes next, in page-locked memory."""

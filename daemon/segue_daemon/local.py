@@ -52,10 +52,14 @@ class Connection:
     """One accepted connection. `pid` is the other process as the kernel names it here, whatever it calls
     itself in a PID namespace of its own (0: not visible)."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, accepted: socket.socket
+    ) -> None:
+        """`accepted`: the socket below the streams."""
         self.reader = reader
         self.writer = writer
         self.pid = pid
+        self._accepted = accepted
         self.leases: set[int] = set()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -65,12 +69,26 @@ class Connection:
             return
         self.writer.write(encode_frame(message))
 
+    def send_with_fds(self, message: msgspec.Struct, fds: list[int]) -> bool:
+        """Send one small frame with descriptors, at once; False if that is not possible now."""
+        transport = self.writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        frame = encode_frame(message)
+        try:
+            sent = socket.send_fds(self._accepted, [frame], fds)
+        except OSError:
+            return False
+        if sent < len(frame):
+            transport.abort()  # half a frame is none
+        return sent == len(frame)
+
 
 class LocalHandler(Protocol):
     """What the daemon does with what arrives."""
 
-    def registered(self, *, worker: bool) -> tuple[Registered, list[int]]:
-        """The answer to an engine's worker, or its scheduler, and the descriptors that go with it."""
+    def arena(self) -> tuple[int, int, int]:
+        """(daemon incarnation, arena descriptor, arena bytes)."""
         ...
 
     def refusal(self, message: Register) -> Refused | None:
@@ -83,12 +101,8 @@ class LocalHandler(Protocol):
         """Take an engine in (and its descriptors and pages), or say why not."""
         ...
 
-    async def open_tier(self) -> None:
-        """Open GPU memory for copies of replicas, if that is wanted; for the engine just taken in."""
-        ...
-
-    def tier_mapped(self, message: TierMapped) -> None:
-        """The worker has mapped that memory, or cannot."""
+    def tier_mapped(self, message: TierMapped, connection: Connection) -> None:
+        """The worker has mapped the daemon's GPU memory, or cannot."""
         ...
 
     def gone(self, connection: Connection) -> None:
@@ -198,7 +212,7 @@ class LocalServer:
                     retry=False,
                 )
             accepted.setblocking(False)
-            connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid)
+            connection = Connection(*await asyncio.open_unix_connection(sock=accepted), pid, accepted)
             if refused is None and isinstance(message, Register):
                 refused = await self._register(message, fds, connection)
         except (ProtocolError, GeometryError, OSError, ValueError) as error:
@@ -211,9 +225,9 @@ class LocalServer:
             else:
                 accepted.close()
             return None
-        worker = isinstance(message, Register)
-        _answer(accepted, *self._handler.registered(worker=worker))
-        return connection, worker
+        incarnation, arena_fd, arena_bytes = self._handler.arena()
+        _answer(accepted, Registered(incarnation, arena_bytes), [arena_fd])
+        return connection, isinstance(message, Register)
 
     async def _register(self, message: Register, fds: list[int], connection: Connection) -> Refused | None:
         """Hand an engine over, with its descriptors if it is taken in. Memory on a GPU is opened before that,
@@ -236,12 +250,10 @@ class LocalServer:
             if refused is None:
                 fds.clear()
                 pages = None
+            return refused
         finally:
             if pages is not None:
                 pages.close()
-        if refused is None and message.geometry.gpu:
-            await self._handler.open_tier()
-        return refused
 
     async def _converse(self, connection: Connection, worker: bool) -> None:
         try:
@@ -257,7 +269,7 @@ class LocalServer:
                 elif isinstance(message, Release):
                     self._handler.release(message, connection)
                 elif isinstance(message, TierMapped) and worker:
-                    self._handler.tier_mapped(message)
+                    self._handler.tier_mapped(message, connection)
                 else:
                     raise ProtocolError("local connection: register or attach comes first and once")
         except (asyncio.IncompleteReadError, OSError):

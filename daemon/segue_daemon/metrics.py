@@ -82,7 +82,7 @@ class DaemonCollector(Collector):
             ("segue_store_scrubbed_bytes", "Bytes compared with their checksums", store.scrubbed_bytes),
             ("segue_store_hits", "Full blocks that engines asked for and got", store.hits),
             ("segue_store_misses", "Full blocks that engines asked for in vain", store.misses),
-            ("segue_store_tier_hits", "Those of them in GPU memory", store.tier_hits),
+            ("segue_store_tier_hits", "Blocks given out from GPU memory to this engine", store.tier_hits),
             ("segue_store_fences_forgotten", "Epochs given up for newer ones", store.fences_forgotten),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -7,13 +7,14 @@ needs them. Invariant: the event loop never waits for a driver that opens memory
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 
 from segue_core.errors import ProtocolError, SegueError
 from segue_core.geometry import Geometry
+from segue_daemon.beside import beside
 from segue_daemon.pages import HostPages, Pages
 
 log = structlog.get_logger()
@@ -49,48 +50,33 @@ def open_pages(geometry: Geometry, fds: Sequence[int]) -> Pages:
 async def open_beside(geometry: Geometry, fds: Sequence[int]) -> Pages:
     """What `open_pages` opens on a GPU, while the event loop goes on; a driver that hangs costs this engine
     its protection, after the deadlines of `CudaPages`. The descriptors must stay open meanwhile."""
-    loop = asyncio.get_running_loop()
-    opened: asyncio.Future[Pages] = loop.create_future()
 
-    def deliver(pages: Pages | None, error: BaseException | None) -> None:
-        if pages is not None:
-            if opened.cancelled():
-                pages.close()
-            else:
-                opened.set_result(pages)
-        elif error is not None and not opened.cancelled():
-            opened.set_exception(error)
-
-    def work() -> None:
-        pages: Pages | None = None
-        error: BaseException | None = None
+    def work() -> Pages:
         try:
-            pages = open_pages(geometry, fds)
-        except SegueError as raised:
-            error = raised
-        except Exception as raised:  # this thread's end: whoever waits must hear of it
+            return open_pages(geometry, fds)
+        except SegueError:
+            raise
+        except Exception as error:
             log.exception("opening an engine's GPU memory failed", gpu=geometry.gpu)
-            error = ProtocolError(f"the KV cache on {geometry.gpu} cannot be opened: {raised!r}")
-        try:
-            loop.call_soon_threadsafe(deliver, pages, error)
-        except RuntimeError:  # the loop is closed: the daemon stops
-            if pages is not None:
-                pages.close()
+            raise ProtocolError(f"the KV cache on {geometry.gpu} cannot be opened: {error!r}") from error
 
-    threading.Thread(target=work, name="segue-gpu-open", daemon=True).start()
-    try:
-        return await opened
-    except asyncio.CancelledError:
-        if opened.done() and not opened.cancelled() and opened.exception() is None:
-            opened.result().close()
-        raise
+    return await beside("segue-gpu-open", work, lambda pages: pages.close())
 
 
-async def let_go(pages: Pages) -> None:
-    """Return once nothing of closed pages is held any more, or after `LET_GO_S`."""
+class Held(Protocol):
+    """Memory of a GPU that was closed, and that its driver may not have given up yet."""
+
+    @property
+    def let_go(self) -> bool:
+        """Whether nothing of it is held any more."""
+        ...
+
+
+async def let_go(held: Held, gpu: str) -> None:
+    """Return once nothing of it is held any more, or after `LET_GO_S`."""
     deadline = asyncio.get_running_loop().time() + LET_GO_S
-    while not pages.let_go:
+    while not held.let_go:
         if asyncio.get_running_loop().time() > deadline:
-            log.warning("the GPU keeps an engine's memory", gpu=pages.geometry.gpu)
+            log.warning("the GPU keeps memory that was let go", gpu=gpu)
             return
         await asyncio.sleep(LET_GO_POLL_S)

@@ -84,6 +84,11 @@ class StoreSettings(Settings, frozen=True):
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:
             raise ConfigError("`store.low_watermark` is above `store.high_watermark`")
+        if self.gpu_budget_bytes and self.verify == "always":
+            raise ConfigError(
+                "`store.gpu_budget_bytes`: copies on a GPU cannot be compared with their checksums each time",
+                hint="set `store.verify: load`, or leave `store.gpu_budget_bytes` out",
+            )
 
 
 class ReplicationSettings(Settings, frozen=True):

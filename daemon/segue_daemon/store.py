@@ -280,13 +280,8 @@ class ReplicaStore:
     # -- copies elsewhere ---------------------------------------------------------------------
 
     def watch(self, watch: BlockWatch | None) -> None:
-        """`watch` hears of sealed blocks from now on, and now of those in use; None: nobody does."""
+        """`watch` hears of sealed blocks from now on; None: nobody does."""
         self._pool.watch = watch
-        if watch is not None:
-            for replica in sorted(self.replicas.values(), key=lambda replica: replica.touched_ns):
-                for block in replica.blocks:
-                    if block.key:
-                        watch.wanted(block)
 
     def bytes_of(self, block: Block) -> Bytes:
         """What is in it, (nbytes,) uint8: to be read at once."""

@@ -175,7 +175,7 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Give up what `retain` returned."""
+        """Give up what `retain` or `import_fd` returned."""
         self.insist("cuMemRelease", handle)
 
     def properties(self, handle: int) -> AllocationProperties:

@@ -7,6 +7,7 @@ queued so far, and all of them are complete when `copy` returns.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from segue_shim.cuda_table import (
     HOST_REGISTER_READ_ONLY,
     READ_ONLY_REGISTER_SUPPORTED,
 )
-from segue_shim.cuda_tier import Tier, split
+from segue_shim.cuda_tier import Tier, TierError, split
 from segue_shim.plan import check_load
 
 if TYPE_CHECKING:
@@ -106,18 +107,21 @@ class CudaLoader:
         copied, all of them there.
 
         Raises ValueError if a block or an extent is out of bounds: nothing has been copied then. Raises
-        CudaCallError: what the blocks hold is not known then.
+        TierError if the tier cannot be read, CudaCallError for anything else: what the blocks hold is not
+        known then.
         """
         (blocks, offsets), (blocks_in_tier, extents_in_tier) = split(block_ids, extents)
         check_load(self._geometry, arena.nbytes, blocks, offsets)
-        copies = self._copies_of(arena, blocks_in_tier, extents_in_tier)
-        self._enter()
-        self._driver.follow(self._stream, self._engine_stream(), self._event)
-        try:
-            self._copy_from_tier(blocks_in_tier, copies)
-            self._copy_from_arena(arena, blocks, offsets)
-        finally:
-            self._driver.synchronize(self._stream)
+        with arena.tier_lock if blocks_in_tier else contextlib.nullcontext():
+            copies = self._copies_of(arena, blocks_in_tier, extents_in_tier)
+            self._enter()
+            self._driver.follow(self._stream, self._engine_stream(), self._event)
+            try:
+                if blocks_in_tier and arena.tier is not None:
+                    self._copy_from_tier(arena.tier, blocks_in_tier, copies)
+                self._copy_from_arena(arena, blocks, offsets)
+            finally:
+                self._driver.synchronize(self._stream)
         return len(block_ids) * self._geometry.block_bytes
 
     def _copies_of(self, arena: Arena, blocks: Sequence[int], extents: Sequence[int]) -> list[int]:
@@ -126,14 +130,17 @@ class CudaLoader:
             return []
         if arena.tier is None:
             raise ValueError(f"{len(blocks)} blocks of a GPU tier that is not mapped")
-        check_load(self._geometry, arena.tier.nbytes, blocks, [0] * len(blocks))
+        check_load(self._geometry, self._geometry.block_bytes, blocks, [0] * len(blocks))
         return arena.tier.addresses(extents, self._geometry.block_bytes)
 
-    def _copy_from_tier(self, blocks: Sequence[int], sources: Sequence[int]) -> None:
+    def _copy_from_tier(self, tier: Tier, blocks: Sequence[int], sources: Sequence[int]) -> None:
         at_once = self._at_once(BATCH_BYTES)
-        for first in range(0, len(blocks), at_once):
-            batch = slice(first, first + at_once)
-            self._scatter(blocks[batch], sources[batch], on_device=True)
+        try:
+            for first in range(0, len(blocks), at_once):
+                batch = slice(first, first + at_once)
+                self._scatter(blocks[batch], sources[batch], on_device=True)
+        except CudaCallError as error:
+            raise TierError(tier.number, error) from error
 
     def _copy_from_arena(self, arena: Arena, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         staging = None if arena.locked or not blocks else self._staged()

@@ -16,6 +16,14 @@ from segue_shim.cuda_driver import CudaCallError, CudaDriver
 logger = logging.getLogger("segue_shim")
 
 
+class TierError(Exception):
+    """Nothing can be loaded from tier `number`; all else may go on."""
+
+    def __init__(self, number: int, error: CudaCallError) -> None:
+        super().__init__(f"the GPU tier cannot be loaded from: {error.call}: {error.name}")
+        self.number = number
+
+
 class Tier:
     """Tier `number`, of `nbytes` bytes."""
 

@@ -23,7 +23,7 @@ from segue_core.clock import Clock, MonotonicClock
 from segue_core.errors import GeometryError
 from segue_core.messages import PROTOCOL_VERSION
 from segue_core.messages.journal import Begin
-from segue_core.messages.local import MAX_DETAIL_CHARS, Notice, Register
+from segue_core.messages.local import MAX_DETAIL_CHARS, Notice, Register, TierMapped
 from segue_core.messages.status import Exact
 from segue_core.ring import Word
 from segue_shim.channel import Channel
@@ -31,6 +31,7 @@ from segue_shim.cuda_driver import CudaCallError
 from segue_shim.cuda_loader import CudaLoader
 from segue_shim.cuda_side import CudaSide
 from segue_shim.cuda_tensors import cuda_side, on_gpu
+from segue_shim.cuda_tier import TierError
 from segue_shim.guard import contained, nothing
 from segue_shim.layout import Pages, share_pages
 from segue_shim.loader import Loader
@@ -153,6 +154,7 @@ class Exporter:
             ranks=self._ranks,
             notice=self.notice,
             timeline=self._gpu is not None,
+            tier=self._gpu is not None,
         )
         listener = Listener(
             up=self._offer,
@@ -266,6 +268,12 @@ class Exporter:
             logger.warning(
                 "segue: a replica of %d tokens does not fit, computing instead: %s", load.tokens, error
             )
+            return None
+        except TierError as error:
+            problem = str(error)
+            logger.warning("segue: a replica of %d tokens: %s; computing instead", load.tokens, problem)
+            if self._registrar is not None:
+                self._registrar.tell(TierMapped(error.number, problem))
             return None
         except CudaCallError as error:
             self.give_up(f"a replica cannot be copied to its GPU: {error}")

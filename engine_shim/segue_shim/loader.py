@@ -48,7 +48,8 @@ class Arena:
             warnings.simplefilter("ignore")
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tier: Tier | None = None
-        """The daemon's GPU memory with copies of blocks, if there is one."""
+        """The daemon's GPU memory with copies of blocks, if there is one: read it under `tier_lock` only."""
+        self.tier_lock = threading.Lock()
         self._unlock: Callable[[], None] | None = None
         self._closed = False
         self._guard = threading.Lock()
@@ -78,8 +79,22 @@ class Arena:
             unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
-        if self.tier is not None:
-            self.tier.close()
+        self.drop_tier()
+
+    def put_tier(self, tier: Tier) -> None:
+        """From now on `tier` may be loaded from."""
+        with self.tier_lock, self._guard:
+            if not self._closed:
+                self.tier = tier
+                return
+        tier.close()
+
+    def drop_tier(self) -> None:
+        """Unmap the tier, once nothing is loaded from it any more."""
+        with self.tier_lock:
+            tier, self.tier = self.tier, None
+            if tier is not None:
+                tier.close()
 
     def prefault(self) -> None:
         """Map the pages now, in a thread of its own, so that a load does not pay for it.

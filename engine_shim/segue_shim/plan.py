@@ -33,9 +33,9 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where one rank's part of a replica lies: arena offset `extents[i]` for block i of the load.
+    """Where one rank's part of a replica lies: `extents[i]` (`segue_core.extents`) for block i of the load.
 
-    `daemon` is the incarnation whose arena the offsets belong to. The blocks stay put until `deadline_ns`
+    `daemon` is the incarnation whose memory they belong to. The blocks stay put until `deadline_ns`
     or until the lease is released.
     """
 
@@ -77,7 +77,7 @@ def unpack_u32(packed: bytes | bytearray) -> list[int]:
 
 
 def unpack_u64(packed: bytes) -> list[int]:
-    """The u64 values in `packed`, for example arena offsets."""
+    """The u64 values in `packed`, for example extents."""
     values = array("Q")
     values.frombytes(packed)
     return _little_endian(values).tolist()

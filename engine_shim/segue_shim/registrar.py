@@ -18,7 +18,7 @@ from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
 from segue_core.framing import close_fds, decode, encode_frame, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
-from segue_core.messages.local import Fenced, Refused, Register, Registered, TierMapped, ToEngine
+from segue_core.messages.local import Fenced, Refused, Register, Registered, Tier, TierMapped, ToEngine
 from segue_core.shared_memory import read_only
 from segue_shim.channel import Channel
 from segue_shim.cuda_driver import CudaCallError
@@ -76,7 +76,6 @@ class Registrar:
             f"no segue-daemon at {socket_path}: start it there; until then the engine runs unprotected"
         )
         self._trouble = ""
-        self._tier_answer: TierMapped | None = None
         self._thread = threading.Thread(target=self._run, name="segue-registrar", daemon=True)
 
     def start(self) -> None:
@@ -167,13 +166,13 @@ class Registrar:
                 self._listener.up(channel)
                 try:
                     if arena is not None:
-                        self._answer_tier(connection)
                         arena.prefault()
                         if self._gpu is not None:
                             self._gpu.loader.prepare(arena)
-                        del arena
-                    self._listen(connection)
+                    self._listen(connection, arena)
                 finally:
+                    if arena is not None:
+                        arena.drop_tier()  # before the next one comes: an idle engine keeps its channel
                     if not self._stopped.is_set():  # else whoever stopped it has given the channel up
                         self._listener.down()
                         logger.warning(
@@ -219,32 +218,13 @@ class Registrar:
             reply = decode(body, ToEngine, peer=PEER)
             if isinstance(reply, Refused):
                 raise RefusedError(reply.reason, reply.retry)
-            if not isinstance(reply, Registered) or len(fds) != 1 + bool(reply.tier):
+            if not isinstance(reply, Registered) or len(fds) != 1:
                 raise ProtocolError(f"{PEER}: answered {type(reply).__name__} with {len(fds)} descriptors")
-            arena = Arena(fds[0], reply.arena_bytes, reply.incarnation)
-            self._tier_answer = self._map_tier(arena, reply, fds[1]) if reply.tier else None
-            return arena
+            return Arena(fds[0], reply.arena_bytes, reply.incarnation)
         finally:
             close_fds(fds)
 
-    def _map_tier(self, arena: Arena, reply: Registered, fd: int) -> TierMapped:
-        """Map the daemon's GPU memory with copies of blocks; what the daemon is to hear of it."""
-        if self._gpu is None:
-            return TierMapped(reply.tier, "this engine has its KV cache in host memory")
-        try:
-            arena.tier = self._gpu.loader.map_tier(fd, reply.tier, reply.tier_bytes)
-        except CudaCallError as error:
-            logger.info("segue: the daemon's GPU tier cannot be mapped: %s: %s", error.call, error.name)
-            return TierMapped(reply.tier, f"{error.call}: {error.name}")
-        return TierMapped(reply.tier)
-
-    def _answer_tier(self, connection: socket.socket) -> None:
-        """Once the channel is handed over: from now on blocks may be loaded from the tier."""
-        answer, self._tier_answer = self._tier_answer, None
-        if answer is not None:
-            connection.sendall(encode_frame(answer))
-
-    def _listen(self, connection: socket.socket) -> None:
+    def _listen(self, connection: socket.socket, arena: Arena | None) -> None:
         """Until the daemon hangs up, which it does once it has let go."""
         connection.settimeout(None)
         while True:
@@ -252,14 +232,39 @@ class Registrar:
                 body, fds = recv_with_fds(connection, peer=PEER, limit=MAX_REPLY_BYTES)
             except ConnectionError:
                 return
-            close_fds(fds)
-            if not body:
-                return
-            message = decode(body, ToEngine, peer=PEER)
-            if isinstance(message, Fenced):
-                self._listener.fenced(message.seq, message.epoch)
-            elif isinstance(message, Refused):
-                raise RefusedError(message.reason, message.retry)
+            try:
+                if not body:
+                    return
+                message = decode(body, ToEngine, peer=PEER)
+                if isinstance(message, Fenced):
+                    self._listener.fenced(message.seq, message.epoch)
+                elif isinstance(message, Refused):
+                    raise RefusedError(message.reason, message.retry)
+                elif isinstance(message, Tier) and arena is not None:
+                    self._take_tier(message, fds, arena)
+            finally:
+                close_fds(fds)
+
+    def _take_tier(self, message: Tier, fds: list[int], arena: Arena) -> None:
+        """The daemon has GPU memory with copies of blocks, or none any more."""
+        arena.drop_tier()
+        if self._gpu is None or not message.nbytes or len(fds) != 1:
+            return
+        try:
+            arena.put_tier(self._gpu.loader.map_tier(fds[0], message.number, message.nbytes))
+        except CudaCallError as error:
+            logger.info("segue: the daemon's GPU tier cannot be mapped: %s: %s", error.call, error.name)
+            self.tell(TierMapped(message.number, f"{error.call}: {error.name}"))
+        else:
+            self.tell(TierMapped(message.number))
+
+    def tell(self, message: TierMapped) -> None:
+        """Say something to the daemon, from any thread. Waits for nobody: if it does not read, it misses
+        this."""
+        frame, connection = encode_frame(message), self._connection
+        with contextlib.suppress(OSError):
+            if connection is not None and connection.send(frame, socket.MSG_DONTWAIT) < len(frame):
+                connection.shutdown(socket.SHUT_RDWR)  # half a frame is none
 
     def _warn(self, trouble: str) -> None:
         """Log a state once, not every attempt that finds it unchanged."""

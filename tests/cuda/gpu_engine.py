@@ -214,6 +214,16 @@ def load_matched(matched: list[Any], ids: list[int], blocks: list[int], seq: str
     return loaded
 
 
+def mappings() -> int:
+    """Pieces of virtual memory that are mapped here."""
+    return int(Control().count("mappings"))
+
+
+def fail(failures: str) -> None:
+    """Inject errors."""
+    Control().fail(failures)
+
+
 def block(number: int) -> bytes:
     """What a block holds now, over all layers."""
     from cuda.bindings import driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,63 +54,92 @@ def standby(daemons: DaemonSet, library_folder: Path) -> Iterator[Standby]:
     made.kill()
 
 
-def loaded_right(engine: CudaProcess) -> bool:
-    """Whether the blocks of the sequence hold what the first engine had computed."""
+def takes_over(standby: Standby) -> bool:
+    """Whether the engine goes on with all tokens, and what it loaded is what the first engine computed."""
     wanted = [content()[:, number].tobytes() for number in range(FULL_BLOCKS)]
-    return [engine.call("block", block) for block in BLOCKS[:FULL_BLOCKS]] == wanted
+    tokens = standby.engine.call("take_over", IDS, BLOCKS)
+    found = [standby.engine.call("block", number) for number in BLOCKS[:FULL_BLOCKS]]
+    return tokens == TOKENS and found == wanted
 
 
 def test_a_sequence_is_taken_over_from_the_gpu_tier(standby: Standby) -> None:
     """Full blocks come out of GPU memory, the tail out of the arena, and no token is computed again."""
     standby.replicate()
     wait_for(lambda: standby.store("blocks") == FULL_BLOCKS, "the copies are made")
-    assert standby.engine.call("take_over", IDS, BLOCKS) == TOKENS
-    assert loaded_right(standby.engine)
-    assert standby.store("hits") == FULL_BLOCKS
+    assert takes_over(standby)
+    assert standby.store("hits") == FULL_BLOCKS and not standby.store("detail")
     assert standby.store("bytes") >= BUDGET_BYTES > standby.store("used_bytes") > 0
 
 
-def test_replicas_from_before_the_engine_came_are_copied_too(standby: Standby) -> None:
-    """The tier comes and goes with the engine; another engine gets one of its own, and reads no older one."""
+def test_each_registration_has_a_tier_of_its_own(standby: Standby) -> None:
+    """It goes before the next one comes, also in an engine that is idle; what was found in it is not read
+    any more, and the next one begins with the replicas that are there."""
     standby.replicate()
     wait_for(lambda: standby.store("blocks") == FULL_BLOCKS, "the copies are made")
-    stale = standby.engine.call("match", IDS)
+    stale, held = standby.engine.call("match", IDS), standby.engine.call("mappings")
     standby.engine.call("rejoin")
     wait_for(lambda: standby.store("blocks") == FULL_BLOCKS, "the copies are made anew")
     assert standby.engine.call("load_matched", stale, IDS, BLOCKS) == 0, "that tier is gone"
-    assert standby.engine.call("take_over", IDS, BLOCKS) == TOKENS
-    assert loaded_right(standby.engine) and standby.store("hits") == FULL_BLOCKS
+    assert takes_over(standby) and standby.store("hits") == FULL_BLOCKS
+    standby.daemon.stop(signal.SIGKILL)
+    standby.daemon.start()
+    wait_for(standby.daemon.protects, "the idle engine is registered again")
+    wait_for(lambda: not standby.store("detail"), "and has mapped a tier")
+    assert standby.engine.call("mappings") == held
     standby.engine.kill()
-    wait_for(lambda: standby.store("bytes") == 0, "the memory is let go")
+    wait_for(lambda: standby.store("bytes") == 0 and standby.store("detail"), "the memory is let go")
+
+
+def test_a_load_that_fails_ends_the_tier_and_not_the_protection(
+    daemons: DaemonSet, library_folder: Path
+) -> None:
+    """The engine computes those tokens, and lets the tier go; the next takeover comes from the arena."""
+    standby = Standby(daemons, library_folder, driver_version=12080)
+    try:
+        standby.replicate()
+        wait_for(lambda: standby.store("blocks") == FULL_BLOCKS, "the copies are made")
+        held = standby.engine.call("mappings")
+        standby.engine.call("fail", "cuMemcpyDtoDAsync:1:1")
+        assert standby.engine.call("take_over", IDS, BLOCKS) == 0
+        wait_for(lambda: "cuMemcpyDtoDAsync" in standby.store("detail"), "the daemon hears why")
+        wait_for(lambda: standby.engine.call("mappings") < held, "the engine lets it go")
+        assert takes_over(standby) and standby.store("bytes") == 0 and standby.daemon.protects()
+    finally:
+        standby.kill()
 
 
 def test_an_engine_that_cannot_map_the_tier_loads_from_the_arena(
     daemons: DaemonSet, library_folder: Path
 ) -> None:
     """The daemon hears why, says so in its status, and keeps no GPU memory for nothing."""
-    failing = "cuMemImportFromShareableHandle:1:304"
-    standby = Standby(daemons, library_folder, failures=failing)
+    standby = Standby(daemons, library_folder, failures="cuMemImportFromShareableHandle:1:304")
     try:
         wait_for(lambda: "cuMemImportFromShareableHandle" in standby.store("detail"), "it is told why")
         standby.replicate()
-        assert standby.store("bytes") == 0
-        assert standby.engine.call("take_over", IDS, BLOCKS) == TOKENS
-        assert loaded_right(standby.engine)
+        assert standby.store("bytes") == 0 and takes_over(standby)
     finally:
         standby.kill()
 
 
-@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemcpyHtoDAsync"])
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("cuMemCreate:1:2", "store.gpu_budget_bytes"),
+        ("cuMemCreate:1:hang", "being opened"),
+        ("cuMemcpyHtoDAsync:1:2", "cuMemcpyHtoDAsync"),
+    ],
+)
 def test_a_tier_that_fails_costs_nothing_but_itself(
-    daemons: DaemonSet, library_folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    daemons: DaemonSet, library_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str, says: str
 ) -> None:
-    """The GPU is full, or does not copy: the sequence is taken over from the arena as if there were none."""
-    monkeypatch.setenv("CUDA_DOUBLE_FAIL", f"{call}:1:2")
+    """The GPU is full, hangs, or does not copy: the sequence is taken over from the arena as if there were
+    none, nobody waits for it, and the daemon stops when it is told to."""
+    monkeypatch.setenv("CUDA_DOUBLE_FAIL", failure)
     standby = Standby(daemons, library_folder)
     try:
         standby.replicate()
-        wait_for(lambda: call in standby.store("detail"), "it says why")
-        assert standby.engine.call("take_over", IDS, BLOCKS) == TOKENS
-        assert loaded_right(standby.engine) and standby.store("bytes") == 0
+        wait_for(lambda: says in standby.store("detail"), "it says why")
+        assert takes_over(standby) and standby.store("bytes") == 0
+        assert standby.daemon.stop() == 0
     finally:
         standby.kill()

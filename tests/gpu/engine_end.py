@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,7 @@ class PlainArena:
         os.close(fd)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self.unlock: Any = None
+        self.tier_lock = threading.Lock()
 
     @property
     def locked(self) -> bool:

@@ -31,7 +31,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     parameters that the engine sets where a request does not. `exact` and `exact_detail`: see EngineStatus.
     `rank` of `ranks`: which part of the engine this worker is; each part has a daemon of its own. `notice`:
     when it tells of a step. `timeline`: a step is complete when its number is there (`segue_core.timeline`),
-    and not when its commit is written.
+    and not when its commit is written. `tier`: it can load from a `Tier`.
     """
 
     version: int
@@ -47,6 +47,7 @@ class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     notice: Notice = "before"
     timeline: bool = False
+    tier: bool = False
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
@@ -58,20 +59,24 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag="registered"):
-    """Daemon to engine, with a descriptor: the replica arena of `arena_bytes` bytes. To a worker with its
-    memory on a GPU perhaps with another one: GPU memory of `tier_bytes` bytes, the tier of number `tier`, in
-    which copies of replicas may lie once the worker has answered `TierMapped`."""
+    """Daemon to engine, with one descriptor: the replica arena of `arena_bytes` bytes."""
 
     incarnation: int
     arena_bytes: int
-    tier: int = 0
-    tier_bytes: int = 0
+
+
+class Tier(msgspec.Struct, frozen=True, array_like=True, tag="tier"):
+    """Daemon to worker, with one descriptor: `nbytes` of GPU memory, tier number `number`. Copies of replicas
+    may lie there once the worker has answered. Without a descriptor and of 0 bytes: that tier is over."""
+
+    number: int
+    nbytes: int
 
 
 class TierMapped(msgspec.Struct, frozen=True, array_like=True, tag="tier_mapped"):
-    """Worker to daemon: the tier can be loaded from; or it cannot, `problem` says why."""
+    """Worker to daemon: tier `number` can be loaded from; or it cannot (any more), as `problem` says."""
 
-    tier: int
+    number: int
     problem: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)] = ""
 
 
@@ -132,4 +137,4 @@ class Fenced(msgspec.Struct, frozen=True, array_like=True, tag="fenced"):
 
 
 ToDaemon = Register | Attach | Match | Release | TierMapped
-ToEngine = Registered | Refused | Matched | Fenced
+ToEngine = Registered | Refused | Matched | Fenced | Tier

@@ -92,8 +92,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     deltas with a wrong checksum and blocks that changed in memory; `poisoned_blocks` are the latter of them.
     `own_replicas`: of the `replicas`, those kept for the engine of this host after it died.
     `fences_forgotten`: epochs that a late writer could go below again, because newer ones took their place.
-    `tier_*`: copies of sealed blocks in the memory of the engine's GPU; `tier_hits` were loaded from there,
-    `tier_detail` says why there are none.
+    `tier_*`: copies of sealed blocks in the memory of the engine's GPU; `tier_hits` of them were given out
+    since it registered, `tier_detail` says why there are none.
     """
 
     budget_bytes: int

@@ -54,7 +54,7 @@ class _Call(Generic[T]):
 
 
 class DeviceThread:
-    """One thread; ends with `end`."""
+    """One thread; ends with `end`. Those of one class are counted together."""
 
     _all_stuck: ClassVar[set[DeviceThread]] = set()
 

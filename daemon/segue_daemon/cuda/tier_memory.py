@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import structlog
 
@@ -24,8 +24,14 @@ from segue_daemon.cuda.pinned import PinnedBuffer
 log = structlog.get_logger()
 
 OPEN_TIMEOUT_S = 10.0
-"""The engine waits for it when it registers; its own memory was opened before, so the context is there."""
 PUT_TIMEOUT_S = 2.0
+NO_ROOM = "set a smaller `store.gpu_budget_bytes`, or have the engine leave more of the GPU free"
+
+
+class _TierThread(DeviceThread):
+    """One that hangs takes no engine's own memory a thread."""
+
+    _all_stuck: ClassVar[set[DeviceThread]] = set()
 
 
 class TierMemory:
@@ -34,12 +40,13 @@ class TierMemory:
 
     def __init__(self, gpu: str, nbytes: int, room_bytes: int, *, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         """Raises CudaError if the GPU has not that much; nothing is held then."""
+        self.gpu = gpu
         self.nbytes = 0
         self.fd = -1
         self.released = threading.Event()
         """Set once all is given back."""
         self._undo: list[Callable[[], None]] = []
-        self._thread = DeviceThread("segue-gpu-tier")
+        self._thread = _TierThread("segue-gpu-tier")
         try:
             self.room = self._thread.run("make room", lambda: self._open(gpu, nbytes, room_bytes), timeout_s)
         except BaseException:
@@ -66,7 +73,10 @@ class TierMemory:
         return buffer.array(lambda: None)
 
     def _map(self, driver: Any, whole: int, device: int) -> None:
-        allocation = driver.create(whole, device)
+        try:
+            allocation = driver.create(whole, device)
+        except CudaError as error:
+            raise CudaError(error.call, error.name, hint=NO_ROOM) from error
         try:
             driver.map(self._start, whole, allocation)
             self._undo.append(lambda: driver.unmap(self._start, whole))
@@ -92,6 +102,11 @@ class TierMemory:
                 self._driver.put(self._start + offset, self._room_at + index * nbytes, nbytes, self._stream)
         finally:
             self._driver.synchronize(self._stream)
+
+    @property
+    def let_go(self) -> bool:
+        """Whether nothing is held any more."""
+        return self.released.is_set()
 
     def close(self) -> None:
         """Have everything given back, without waiting for the driver; safe to call twice."""

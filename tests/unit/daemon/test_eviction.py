@@ -301,6 +301,8 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
     """A configuration that cannot mean anything is an error at start."""
     with pytest.raises(ConfigError, match="low_watermark"):
         StoreSettings(high_watermark=0.5, low_watermark=0.6)
+    with pytest.raises(ConfigError, match="gpu_budget_bytes"):
+        StoreSettings(gpu_budget_bytes=1 << 30, verify="always")
 
 
 def test_what_writers_must_be_told_is_bounded_and_told_once() -> None:
