@@ -162,8 +162,7 @@ class Daemon:
         self.host.gone(connection)
 
     async def let_go(self) -> None:
-        await self.host.let_go()
-        await self._tier.let_go()
+        await asyncio.gather(self.host.let_go(), self._tier.let_go())
 
     def match(self, message: Match, connection: Connection) -> None:
         found = self._find(message)

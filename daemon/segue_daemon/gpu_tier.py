@@ -23,7 +23,7 @@ from segue_daemon.beside import beside
 from segue_daemon.blocks import Block
 from segue_daemon.engine import EngineSession
 from segue_daemon.local import Connection
-from segue_daemon.open_pages import let_go
+from segue_daemon.open_pages import LET_GO_S, let_go
 from segue_daemon.store import ReplicaStore
 from segue_daemon.tier_index import Slot, TierIndex
 from segue_daemon.wire import Slices
@@ -37,6 +37,8 @@ ROOM_BYTES = 4 << 20
 """Checked and copied at once on its way to the GPU, at least a block; the event loop does that."""
 RETRY_S = 0.25
 """How soon a block is tried again for which no slot was free: those that engines load from are kept."""
+ANSWER_S = 300.0
+"""An engine page-locks the arena first, which may be large."""
 NO_ENGINE = "no engine that could load from it is registered"
 
 
@@ -64,6 +66,8 @@ class GpuTier:
         self._index = TierIndex(0, 1)
         self._mapped = False
         self._wake = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._alarm: asyncio.TimerHandle | None = None
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -77,7 +81,7 @@ class GpuTier:
             self.detail = "it is being opened"
             self._spawn(self._open(session, worker))
         else:
-            self.detail = "the engine does not load from a GPU tier: its KV cache is in host memory"
+            self.detail = "the engine's KV cache is in host memory, or its shim knows of no tier"
 
     def engine_changed(self, live: EngineSession | None) -> None:
         """The engine may have gone: the tier goes with the one that it was made for."""
@@ -86,6 +90,15 @@ class GpuTier:
             self.detail = NO_ENGINE
 
     async def _open(self, session: EngineSession, worker: Connection) -> None:
+        """One after the other, and after the one before is let go: there may be room for one only."""
+        async with self._opening:
+            if self._last is not None:
+                await let_go(self._last, self._last.gpu)
+            if self._session is session:
+                await self._open_next(session, worker)
+
+    async def _open_next(self, session: EngineSession, worker: Connection) -> None:
+        """Open it and offer it."""
         gpu, block_bytes = session.pages.geometry.gpu, session.pages.geometry.block_bytes
         memory: TierMemory | None = None
         try:
@@ -102,12 +115,16 @@ class GpuTier:
                 self._over(str(error))
             return
         if self._session is not session:
+            self._last = memory
             memory.close()
             return
         self._number = self._number % (MAX_TIERS - 1) + 1
         self._memory, self._index, self.detail = memory, index, "the engine has not mapped it yet"
         if not worker.send_with_fds(Tier(self._number, memory.nbytes), [memory.fd]):
             self._over("the engine's connection does not take it")
+            return
+        silent = f"the engine has not answered within {ANSWER_S:.0f} s"
+        self._alarm = asyncio.get_running_loop().call_later(ANSWER_S, self._over, silent)
 
     def mapped(self, message: TierMapped, worker: Connection) -> None:
         """The engine answers, or has trouble later."""
@@ -118,6 +135,7 @@ class GpuTier:
             self._over(f"the engine cannot load from it: {message.problem}")
         elif not self._mapped:
             self._mapped, self.detail = True, ""
+            self._silence()
             log.info("copies of replicas go to the GPU", bytes=memory.nbytes, blocks=self._index.slots)
             self._store.watch(self)
             self._spawn(self._fill(memory))
@@ -126,6 +144,7 @@ class GpuTier:
         """Let the memory go; safe to call twice."""
         memory, self._memory, self._session, self._worker = self._memory, None, None, None
         self._mapped = False
+        self._silence()
         if memory is not None:
             self._last = memory
             self._store.watch(None)
@@ -133,8 +152,17 @@ class GpuTier:
             self._wake.set()
             memory.close()
 
+    def _silence(self) -> None:
+        """The answer is there, or not waited for any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
     async def let_go(self) -> None:
         """Wait until memory that was closed is free, not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LET_GO_S / 2), self._opening:
+                pass
         if self._last is not None:
             await let_go(self._last, self._last.gpu)
 
@@ -196,13 +224,14 @@ class GpuTier:
     async def _want_all(self) -> None:
         """What replicas have already, as much as there is room for, the newest of them."""
         index, slices = self._index, Slices(self._clock)
-        found: list[Block] = []
+        found: dict[bytes, Block] = {}
         for replica in sorted(self._store.replicas.values(), key=lambda replica: -replica.touched_ns):
             if len(found) >= index.slots:
                 break
-            found += reversed(replica.blocks)
+            if replica.block_bytes == index.block_bytes:
+                found |= {block.key: block for block in replica.blocks if block.key}
             await slices.share()
-        for block in reversed(found[: index.slots]):
+        for block in reversed(found.values()):
             if block.key:
                 index.wanted(block)
             await slices.share()

@@ -93,8 +93,8 @@ class Arena:
         """Unmap the tier, once nothing is loaded from it any more."""
         with self.tier_lock:
             tier, self.tier = self.tier, None
-            if tier is not None:
-                tier.close()
+        if tier is not None:
+            tier.close()
 
     def prefault(self) -> None:
         """Map the pages now, in a thread of its own, so that a load does not pay for it.

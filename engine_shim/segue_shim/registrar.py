@@ -18,7 +18,16 @@ from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
 from segue_core.framing import close_fds, decode, encode_frame, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
-from segue_core.messages.local import Fenced, Refused, Register, Registered, Tier, TierMapped, ToEngine
+from segue_core.messages.local import (
+    MAX_DETAIL_CHARS,
+    Fenced,
+    Refused,
+    Register,
+    Registered,
+    Tier,
+    TierMapped,
+    ToEngine,
+)
 from segue_core.shared_memory import read_only
 from segue_shim.channel import Channel
 from segue_shim.cuda_driver import CudaCallError
@@ -103,6 +112,7 @@ class Registrar:
         else:
             with watched:
                 left = _closed_within(watched, timeout_s)
+                _discard_unread(watched)
         self.close(0.0)
         return left
 
@@ -171,14 +181,14 @@ class Registrar:
                             self._gpu.loader.prepare(arena)
                     self._listen(connection, arena)
                 finally:
-                    if arena is not None:
-                        arena.drop_tier()  # before the next one comes: an idle engine keeps its channel
                     if not self._stopped.is_set():  # else whoever stopped it has given the channel up
                         self._listener.down()
                         logger.warning(
                             "segue: lost segue-daemon at %s: unprotected till it is back", self._path
                         )
                         self._trouble = self._absent
+                    if arena is not None:
+                        arena.drop_tier()  # before the next one comes: an idle engine keeps its channel
                 return True
             finally:
                 with self._lock:
@@ -248,13 +258,16 @@ class Registrar:
     def _take_tier(self, message: Tier, fds: list[int], arena: Arena) -> None:
         """The daemon has GPU memory with copies of blocks, or none any more."""
         arena.drop_tier()
-        if self._gpu is None or not message.nbytes or len(fds) != 1:
+        if self._stopped.is_set() or self._gpu is None or not message.nbytes or len(fds) != 1:
             return
         try:
             arena.put_tier(self._gpu.loader.map_tier(fds[0], message.number, message.nbytes))
         except CudaCallError as error:
             logger.info("segue: the daemon's GPU tier cannot be mapped: %s: %s", error.call, error.name)
             self.tell(TierMapped(message.number, f"{error.call}: {error.name}"))
+        except Exception as error:  # the registration is worth more than the tier
+            logger.exception("segue: the daemon's GPU tier cannot be mapped")
+            self.tell(TierMapped(message.number, repr(error)[:MAX_DETAIL_CHARS]))
         else:
             self.tell(TierMapped(message.number))
 
@@ -278,3 +291,15 @@ def _closed_within(connection: socket.socket, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(connection, 0)  # the end is told in any case
     return bool(poll.poll(timeout_s * 1000))
+
+
+def _discard_unread(connection: socket.socket) -> None:
+    """A descriptor that nobody has taken out of it keeps memory as long as the connection is open."""
+    space = socket.CMSG_SPACE(64 * 4)
+    with contextlib.suppress(OSError):
+        while True:
+            data, ancillary, _, _ = connection.recvmsg(1 << 16, space, socket.MSG_DONTWAIT)
+            for _, _, payload in ancillary:
+                close_fds(list(memoryview(payload).cast("i")))
+            if not data:
+                return

@@ -93,7 +93,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     `own_replicas`: of the `replicas`, those kept for the engine of this host after it died.
     `fences_forgotten`: epochs that a late writer could go below again, because newer ones took their place.
     `tier_*`: copies of sealed blocks in the memory of the engine's GPU; `tier_hits` of them were given out
-    since it registered, `tier_detail` says why there are none.
+    while this tier is there, `tier_detail` says why there is none.
     """
 
     budget_bytes: int

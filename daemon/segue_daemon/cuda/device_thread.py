@@ -60,17 +60,24 @@ class DeviceThread:
 
     def __init__(self, name: str) -> None:
         """Raises CudaError if too many hang in the driver."""
+        self._all_stuck.difference_update([stuck for stuck in self._all_stuck if not stuck.alive])
         if len(self._all_stuck) >= MAX_STUCK:
             what = f"{len(self._all_stuck)} earlier calls of the driver"
             raise CudaError(what, "have not returned", hint=STUCK_HINT)
         self.stuck = False
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        threading.Thread(target=self._run_jobs, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
+        self._thread.start()
 
     def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
         self._all_stuck.discard(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or hangs."""
+        return self._thread.is_alive()
 
     def run(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
         """The result of `work`, run in the thread; its exceptions are raised here.
