@@ -134,7 +134,7 @@ class ConfirmedShipment(Shipment):
 
     def _whole_blocks(self, plan: Plan) -> Plan:
         """What of `plan` can be proved without the engine: tails cannot."""
-        return replace(plan, upto=plan.upto - plan.upto % self.session.pages.geometry.block_size)
+        return plan._replace(upto=plan.upto - plan.upto % self.session.pages.geometry.block_size)
 
     def unflushed(self) -> int:
         """Of a dead engine only what is under way or can be proved: the rest is never confirmed."""

@@ -1,9 +1,10 @@
-"""The differ: a plan becomes a delta, with its bytes.
+"""The differ: plans become deltas, with their bytes.
 
 Sealed blocks go once, whole, and not at all if the peer holds their content key. A tail goes as slot
 runs where the geometry says where a slot's bytes are, else as changed items against a shadow of what the
-peer has. Copy, then check: everything is copied out of the engine's memory first; the caller
-drains the journal and asks `still_good` before it sends.
+peer has. Out of a GPU what goes together is drafted first, and copied at once; each delta is built as soon as
+its copy is there. Copy, then check: everything is copied out of the engine's memory first; the caller drains
+the journal and asks `still_good` before it sends.
 
 One `Differ` a peer. Invariant: after `accept`, a shadow is byte for byte what the peer has of that
 tail block once it has applied the delta.
@@ -12,6 +13,8 @@ tail block once it has applied the delta.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,19 +25,16 @@ from segue_core.messages.peer import Delta, Part, PartKind
 from segue_daemon.arena import Bytes
 from segue_daemon.deltas import EMPTY_DIGEST, ENTRY_BYTES, ITEM_BYTES, checksum_of, encode_items
 from segue_daemon.ledger import Ledger, Sequence
-from segue_daemon.pages import Pages, PagesError
+from segue_daemon.pages import Pages, PagesError, Piece, one_by_one
 from segue_daemon.planner import Plan
 from segue_daemon.slot_map import Numbers, SlotMap, Words
 
 MAX_HELD_KEYS = 1 << 20
-BATCH_BYTES = 512 << 10
-"""Small deltas are built one behind the other up to here, and go out together: while they are in the
-processor's cache."""
 WORD_BYTES = 8
 """Copy and shadow are compared in words first, and only changed words item by item."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Built:
     """A delta ready to send: `payload` is valid until its place is built over."""
 
@@ -47,6 +47,24 @@ class Built:
     """(slot, items that changed) if it brings a single token and the differ wants to know."""
 
 
+@dataclass(slots=True)
+class Draft:
+    """What a delta will bring. Of a block of which changed items go the part only says that (`ITEMS`)."""
+
+    sequence: Sequence
+    plan: Plan
+    number: int
+    parts: list[Part]
+    pieces: list[Piece]
+    """What is copied at once, in the order of the parts."""
+    copies: list[Bytes]
+    """The places of these pieces in whole words, where blocks are compared."""
+    nbytes: int = 0
+    """Of the payload; about as many where blocks are compared and that is not done yet."""
+    built: Built | None = None
+    """The delta, where each piece is copied by itself."""
+
+
 class Differ:
     """Builds deltas for one peer from one engine's pages."""
 
@@ -55,15 +73,20 @@ class Differ:
     ) -> None:
         geometry = pages.geometry
         self.block_bytes = geometry.block_bytes
+        self._size = geometry.block_size
         self.delta_bytes = delta_bytes
         self._ledger = ledger
         self._pages = pages
         self._incarnation = incarnation
-        self._staging = pages.buffer(BATCH_BYTES + max(delta_bytes, self.block_bytes) + 2 * self.block_bytes)
+        self.batch_bytes = pages.batch_bytes
+        self._staging = pages.buffer(
+            self.batch_bytes + max(delta_bytes, self.block_bytes) + 2 * self.block_bytes
+        )
         itemsizes = [region.itemsize for region in geometry.regions]
         self._item_bytes = max(n for n in ITEM_BYTES if all(size % n == 0 for size in itemsizes))
         self._padded = (self.block_bytes + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
-        opaque_bytes = 0 if geometry.slot_axis_known else self._padded
+        self._opaque = not geometry.slot_axis_known
+        opaque_bytes = self._padded if self._opaque else 0
         items = min(opaque_bytes, self.block_bytes) // self._item_bytes
         self._map = SlotMap(slots=geometry.block_size, items=items, item_bytes=self._item_bytes)
         self._zeros: Bytes = np.zeros(opaque_bytes, np.uint8)
@@ -72,68 +95,160 @@ class Differ:
         self._shadows: OrderedDict[str, Bytes] = OrderedDict()
         self._max_shadows = shadow_bytes // self._padded
         self._spare: list[Bytes] = []
-        self._run_tables: dict[tuple[int, int], Bytes] = {}
+        self._run_tables: dict[tuple[int, int], tuple[Bytes, int]] = {}
         self.held_keys: OrderedDict[bytes, None] = OrderedDict()
 
-    def build(self, sequence: Sequence, plan: Plan, number: int, start: int = 0) -> Built | None:
-        """Copy what `plan` asks for, behind `start` bytes (fewer than `BATCH_BYTES`) that were built before
-        and stay good. None if a block changed hands already (nothing to send for now)."""
-        size = self._ledger.geometry.block_size
+    def build(self, sequence: Sequence, plan: Plan, number: int) -> Built | None:
+        """Copy what `plan` asks for. None if a block changed hands already (nothing to send for now), or the
+        memory cannot be read."""
+        draft = self.draft(sequence, plan, number)
+        built = self.build_together([draft])[0] if draft is not None else []
+        return built[0] if built else None
+
+    def draft(self, sequence: Sequence, plan: Plan, number: int, start: int = 0) -> Draft | None:
+        """What goes for `plan` as delta `number`, behind `start` bytes (fewer than `batch_bytes`) that were
+        drafted before. None if a block changed hands already (nothing to send for now), or the memory cannot
+        be read."""
+        size = self._size
         first, last = plan.base // size, -(-plan.upto // size)
         if not self._ledger.intact(sequence, first, last):
             return None
-        parts: list[Part] = []
-        digests: list[int] = []
-        whole: list[tuple[int, int]] = []
-        at = start
-        tail: Bytes | None = None
-        self._changed = None
+        draft = Draft(sequence, plan, number, [], [], [])
         for position in range(first, last):
-            sealed = (position + 1) * size <= plan.upto
-            key = self._ledger.key(sequence, position) if sealed else b""
-            begun = position * size < plan.base
-            if sealed and not begun:
-                if key in self.held_keys:
-                    self.held_keys.move_to_end(key)
-                    parts.append(Part(position, PartKind.KEY, key, 0))
-                else:
-                    whole.append((len(parts), sequence.blocks[position]))
-                    parts.append(Part(position, PartKind.WHOLE, key, self.block_bytes))
-                digests.append(EMPTY_DIGEST)
-                continue
+            low = plan.base % size if position == first else 0
+            high = size if position + 1 < last else plan.upto - position * size
+            key = self._ledger.key(sequence, position) if high == size else b""
+            if key and not low and key in self.held_keys:
+                self.held_keys.move_to_end(key)
+                draft.parts.append(Part(position, PartKind.KEY, key, 0))
+            elif self._opaque:
+                self._draft_opaque(draft, position, key, low, high)
+            else:
+                self._draft_slots(draft, position, key, low, high, start)
+        if not self._pages.gathers:
             try:
-                at = self._whole(whole, digests, at)
-                part, tail = self._part(sequence, position, key, plan, at)
+                draft.built = self._build(draft, one_by_one(self._pages, draft.pieces), start)
             except PagesError:
                 return None  # `pages.failure` says why; whoever owns the session looks
-            parts.append(part)
-            # At once: the copy is still in the processor's cache.
-            digests.append(xxhash.xxh3_64_intdigest(self._staging[at : at + part.nbytes].data))
-            at += part.nbytes
+            draft.nbytes = len(draft.built.payload)
+        return draft
+
+    def _draft_opaque(self, draft: Draft, position: int, key: bytes, low: int, high: int) -> None:
+        """A sealed block goes whole; what is begun or not full is compared, in a copy of its own."""
+        if key and not low:
+            draft.parts.append(Part(position, PartKind.WHOLE, key, self.block_bytes))
+            draft.nbytes += self.block_bytes
+            return
+        copy = self._spare.pop() if self._spare else np.zeros(self._padded, np.uint8)
+        draft.copies.append(copy)
+        draft.pieces.append(Piece(draft.sequence.blocks[position], copy[: self.block_bytes]))
+        draft.parts.append(Part(position, PartKind.ITEMS, key, 0))
+        known = self._before(draft.plan.seq, low) is not None
+        draft.nbytes += self.block_bytes * (high - low) // self._size if known else self.block_bytes
+
+    def _before(self, seq: str, slot: int) -> Bytes | None:
+        """What a block, of which slots from `slot` on are new, is compared with; None: it goes whole."""
+        if slot:
+            return self._shadows.get(seq)
+        return self._zeros if self._map.ready else None
+
+    def _draft_slots(self, draft: Draft, position: int, key: bytes, low: int, high: int, start: int) -> None:
+        """A sealed block goes whole, else slots [low, high) as runs: all at its place in the payload."""
+        block, at = draft.sequence.blocks[position], start + draft.nbytes
+        if key and not low:
+            part = Part(position, PartKind.WHOLE, key, self.block_bytes)
+            piece = Piece(block, self._staging[at : at + self.block_bytes])
+        else:
+            table, nbytes = self._run_tables.get((low, high)) or self._runs(low, high)
+            middle, end = at + table.nbytes, at + nbytes
+            self._staging[at:middle] = table
+            part = Part(position, PartKind.RUNS, key, nbytes, count=table.nbytes // ENTRY_BYTES)
+            piece = Piece(block, self._staging[middle:end], (low, high))
+        draft.parts.append(part)
+        draft.pieces.append(piece)
+        draft.nbytes += part.nbytes
+
+    def build_together(self, drafts: list[Draft], enough_bytes: int = 0) -> tuple[list[Built], int]:
+        """Copy what `drafts`, made one behind the other, ask for, and build deltas until there are
+        `enough_bytes`: at least one. Returns them, and how many drafts are left over."""
+        if not self._pages.gathers:
+            return [draft.built for draft in drafts if draft.built is not None], 0
+        built: list[Built] = []
+        at = 0
         try:
-            at = self._whole(whole, digests, at)
+            with closing(self._pages.copy_pieces([p for each in drafts for p in each.pieces])) as copied:
+                arrivals = _arrivals(copied)
+                for draft in drafts:
+                    if built and at >= enough_bytes:
+                        break
+                    built.append(self._build(draft, arrivals, at))
+                    at += len(built[-1].payload)
         except PagesError:
-            return None
-        payload = self._staging[start:at].data
+            return built, 0
+        left = drafts[len(built) :]
+        for draft in left:
+            for copy in draft.copies:
+                self._keep_spare(copy)
+        return built, len(left)
+
+    def _build(self, draft: Draft, arrivals: Iterator[object], start: int) -> Built:
+        """The delta that `draft` says, its payload from `start` on; `arrivals` steps on as soon as one more
+        piece is there. Raises PagesError."""
+        sequence, plan = draft.sequence, draft.plan
+        self._changed = None
+        if self._opaque:
+            digests, tail, at = self._opaque_parts(draft, arrivals, start)
+        else:
+            digests, tail, at = [], None, start
+            for part in draft.parts:
+                if part.nbytes:
+                    next(arrivals)
+                end = at + part.nbytes
+                # At once: the copy is still in the processor's cache.
+                digests.append(xxhash.xxh3_64_intdigest(self._staging[at:end].data))
+                at = end
         delta = Delta(
-            number=number,
+            number=draft.number,
             seq=sequence.seq,
             epoch=sequence.epoch,
             incarnation=self._incarnation,
             fingerprint=self._ledger.fingerprint,
             salt=sequence.salt,
-            block_size=size,
+            block_size=self._size,
             block_bytes=self.block_bytes,
             base=plan.base,
             token_ids=bytes(sequence.token_ids[plan.base * TOKEN_BYTES : plan.upto * TOKEN_BYTES]),
-            parts=tuple(parts),
+            parts=tuple(draft.parts),
             checksum=checksum_of(digests),
         )
-        return Built(delta, payload, plan.upto, tail, self._changed)
+        return Built(delta, self._staging[start:at].data, plan.upto, tail, self._changed)
+
+    def _opaque_parts(
+        self, draft: Draft, arrivals: Iterator[object], at: int
+    ) -> tuple[list[int], Bytes | None, int]:
+        """The payload of a delta in an opaque layout, from `at` on: the parts' checksums, the tail copy if it
+        ends with one, and where it ends. What goes of each block is known, and said in `draft`, only now."""
+        digests: list[int] = []
+        whole: list[tuple[int, int]] = []
+        tail: Bytes | None = None
+        copies = iter(draft.copies)
+        for index, part in enumerate(draft.parts):
+            if part.kind == PartKind.WHOLE:
+                whole.append((index, draft.sequence.blocks[part.position]))
+            if part.kind != PartKind.ITEMS:
+                digests.append(EMPTY_DIGEST)
+                continue
+            at = self._whole(whole, digests, at)
+            next(arrivals)
+            part, tail = self._tail(draft, part, next(copies), at)
+            draft.parts[index] = part
+            digests.append(xxhash.xxh3_64_intdigest(self._staging[at : at + part.nbytes].data))
+            at += part.nbytes
+        return digests, tail, self._whole(whole, digests, at)
 
     def _whole(self, blocks: list[tuple[int, int]], digests: list[int], at: int) -> int:
-        """Copy blocks that go whole, (index of the part, block), into the staging buffer from `at` on; return
-        where they end. Each one's checksum is taken as soon as it is there, while others are copied."""
+        """Copy blocks that go whole, (index of the part, block), into the staging buffer from `at` on: what
+        is before them is known only now. Return where they end."""
         if not blocks:
             return at
         done, size = 0, self.block_bytes
@@ -146,44 +261,28 @@ class Differ:
         blocks.clear()
         return at
 
-    def _part(
-        self, sequence: Sequence, position: int, key: bytes, plan: Plan, at: int
-    ) -> tuple[Part, Bytes | None]:
-        """What goes of a block that is begun, or not full: its bytes into the staging buffer at `at`, and the
-        tail copy if it stays a tail."""
-        block = sequence.blocks[position]
-        size = self._ledger.geometry.block_size
-        if self._ledger.geometry.slot_axis_known:
-            low = max(0, plan.base - position * size)
-            high = min(size, plan.upto - position * size)
-            return self._slots(position, key, block, low, high, at), None
-        return self._tail(sequence, position, key, plan, at)
-
-    def _tail(
-        self, sequence: Sequence, position: int, key: bytes, plan: Plan, at: int
-    ) -> tuple[Part, Bytes | None]:
-        """What the peer lacks of a block whose slots cannot be addressed."""
-        size = self._ledger.geometry.block_size
-        begun = position * size < plan.base
-        copy = self._spare.pop() if self._spare else np.zeros(self._padded, np.uint8)
-        self._pages.copy_block(sequence.blocks[position], copy[: self.block_bytes])
-        shadow = self._shadows.get(sequence.seq) if begun else self._zeros
-        if shadow is None or not (begun or self._map.ready):
-            part, numbers = None, None
-        else:
+    def _tail(self, draft: Draft, part: Part, copy: Bytes, at: int) -> tuple[Part, Bytes | None]:
+        """What the peer lacks of a block whose slots cannot be addressed: its bytes into the staging buffer
+        at `at`, and the copy if it stays a tail."""
+        plan, position, key = draft.plan, part.position, part.key
+        size = self._size
+        slot = plan.base - position * size
+        shadow = self._before(plan.seq, max(0, slot))
+        changed: Part | None = None
+        numbers: Numbers | None = None
+        if shadow is not None:
             if not key and self._map.ready:
                 self._leave_out(copy, shadow, self._map.later(plan.upto - position * size))
-            part, numbers = self._changed_items(position, key, copy, shadow, at)
-        slot = plan.base - position * size
+            changed, numbers = self._changed_items(position, key, copy, shadow, at)
         if numbers is not None and plan.upto == plan.base + 1 and self._map.wants(slot):
             self._changed = slot, numbers
-        if part is None:
+        if changed is None:
             self._staging[at : at + self.block_bytes] = copy[: self.block_bytes]
-            part = Part(position, PartKind.WHOLE, key, self.block_bytes)
+            changed = Part(position, PartKind.WHOLE, key, self.block_bytes)
         if key:
             self._keep_spare(copy)
-            return part, None
-        return part, copy
+            return changed, None
+        return changed, copy
 
     def _leave_out(self, copy: Bytes, shadow: Bytes, later: Words) -> None:
         """Make `copy` what the peer has wherever the bits of `later` say that it does not matter yet."""
@@ -192,16 +291,14 @@ class Differ:
         np.bitwise_and(self._scratch, later, out=self._scratch)
         np.bitwise_xor(words, self._scratch, out=words)
 
-    def _slots(self, position: int, key: bytes, block: int, low: int, high: int, at: int) -> Part:
-        """Slots [low, high) as runs."""
-        table = self._run_tables.get((low, high))
-        if table is None:
-            runs = self._ledger.geometry.slot_runs(low, high)
-            entries = np.array([(run.packed, run.piece.nbytes) for run in runs], "<u4")
-            table = self._run_tables[low, high] = entries.reshape(-1).view(np.uint8)
-        self._staging[at : at + table.nbytes] = table
-        nbytes = table.nbytes + self._pages.copy_slots(block, low, high, self._staging[at + table.nbytes :])
-        return Part(position, PartKind.RUNS, key, nbytes, count=table.nbytes // ENTRY_BYTES)
+    def _runs(self, low: int, high: int) -> tuple[Bytes, int]:
+        """Slots [low, high) as runs: their table, and the bytes of both."""
+        runs = self._ledger.geometry.slot_runs(low, high)
+        entries = np.array([(run.packed, run.piece.nbytes) for run in runs], "<u4")
+        table = entries.reshape(-1).view(np.uint8)
+        nbytes = table.nbytes + sum(run.piece.nbytes for run in runs)
+        self._run_tables[low, high] = table, nbytes
+        return table, nbytes
 
     def _changed_items(
         self, position: int, key: bytes, copy: Bytes, shadow: Bytes, at: int
@@ -226,7 +323,7 @@ class Differ:
 
     def still_good(self, sequence: Sequence, built: Built) -> bool:
         """After the journal was drained: was every block copied before anybody else got it?"""
-        size = self._ledger.geometry.block_size
+        size = self._size
         return self._ledger.intact(sequence, built.delta.base // size, -(-built.upto // size))
 
     def accept(self, built: Built) -> None:
@@ -272,3 +369,12 @@ class Differ:
     def _keep_spare(self, buffer: Bytes) -> None:
         if len(self._spare) < 8:
             self._spare.append(buffer)
+
+
+def _arrivals(copied: Iterator[int]) -> Iterator[None]:
+    """Each piece of a copy, as soon as it is there."""
+    done = 0
+    for complete in copied:
+        while done < complete:
+            yield
+            done += 1

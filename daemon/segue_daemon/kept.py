@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 from segue_core.content_key import TOKEN_BYTES
 from segue_core.messages.peer import Delta, End, NackReason, Part, PartKind
 from segue_daemon.engine import EngineSession
 from segue_daemon.ledger import Ledger, Sequence
-from segue_daemon.pages import PagesError
-from segue_daemon.replicas import OWN_WRITER, Refusal
+from segue_daemon.pages import PagesError, Piece
+from segue_daemon.replicas import OWN_WRITER, Refusal, Reservation
 from segue_daemon.store import ReplicaStore
 
 MAX_EXPIRED_AT_ONCE = 64
@@ -70,25 +71,37 @@ class OwnKeep:
         if isinstance(reservation, Refusal):
             return reservation.reason == NackReason.KEY_UNKNOWN  # found changed just now: copied next time
         try:
-            for index, part in enumerate(delta.parts):
-                room = self._store.room_for(reservation, index)
-                if room is not None:
-                    session.pages.copy_block(sequence.blocks[part.position], room)
-                    if session.scan is not None and not session.scan.proves(part.key, room.data):
-                        self._store.cancel(reservation)
-                        return False  # such an engine gives no notice: who wrote this last is not known
-        except PagesError:
-            self._store.cancel(reservation)
-            return False
+            copied = self._copy(session, sequence, reservation)
         except BaseException:
             self._store.cancel(reservation)
             raise
+        if not copied:
+            self._store.cancel(reservation)
+            return False
         if isinstance(self._store.commit(reservation, {}, now_ns), Refusal):
             return False
         ended_by = End(sequence.seq, sequence.epoch, session.incarnation)
         self._until_ns[ended_by] = now_ns + self._ttl_ns
         self._until_ns.move_to_end(ended_by)
         self._changed(sequence.seq)
+        return True
+
+    def _copy(self, session: EngineSession, sequence: Sequence, reservation: Reservation) -> bool:
+        """Copy what is not here yet to its places, all of it together. False: it cannot be read, or it is not
+        known who wrote it last (an engine that is scanned gives no notice)."""
+        places = [(p, self._store.room_for(reservation, i)) for i, p in enumerate(reservation.delta.parts)]
+        lacking = [(part, room) for part, room in places if room is not None]
+        pieces = [Piece(sequence.blocks[part.position], room) for part, room in lacking]
+        scan, done = session.scan, 0
+        try:
+            with closing(session.pages.copy_pieces(pieces)) as copied:
+                for complete in copied:
+                    for part, room in lacking[done:complete]:
+                        if scan is not None and not scan.proves(part.key, room.data):
+                            return False
+                    done = complete
+        except PagesError:
+            return False
         return True
 
     def _held(self, session: EngineSession, sequence: Sequence) -> int | None:

@@ -180,14 +180,12 @@ class Ledger:
 
     def intact(self, sequence: Sequence, first: int, last: int) -> bool:
         """Whether blocks [first, last) of the table still belong to `sequence`, unchanged hands."""
-        return (
-            not self.stale
-            and self.sequences.get(sequence.seq) is sequence
-            and last <= len(sequence.blocks)
-            and all(
-                self._generation[sequence.blocks[i]] == sequence.generations[i] for i in range(first, last)
-            )
-        )
+        if self.stale or self.sequences.get(sequence.seq) is not sequence or last > len(sequence.blocks):
+            return False
+        for i in range(first, last):  # asked twice a delta: `all` takes three times as long
+            if self._generation[sequence.blocks[i]] != sequence.generations[i]:
+                return False
+        return True
 
     def key(self, sequence: Sequence, position: int) -> bytes:
         """Content key of the full block at `position` of the table."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from segue_daemon.bucket import Throttle
-from segue_daemon.differ import BATCH_BYTES
 from segue_daemon.shipment import Ready, Shipment
 
 
@@ -80,4 +79,4 @@ class Outbox:
         where bandwidth is limited."""
         differ = shipment.differ
         room = self.window // 2 - max(differ.delta_bytes, differ.block_bytes)
-        return 0 if self.throttle.burst else max(0, min(BATCH_BYTES, room))
+        return 0 if self.throttle.burst else max(0, min(differ.batch_bytes, room))

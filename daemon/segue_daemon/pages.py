@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -20,9 +20,22 @@ from segue_core.errors import ProtocolError, SegueError
 from segue_core.geometry import Fragment, Geometry
 from segue_daemon.arena import Bytes
 
+HOST_BATCH_BYTES = 512 << 10
+"""Out of host memory small deltas are built one behind the other up to here, and go out together: while they
+are in the processor's cache."""
+
 
 class PagesError(SegueError):
     """The memory of this engine cannot be read (any more). It says nothing about any other."""
+
+
+class Piece(NamedTuple):
+    """What is copied to one place: a block, fragments in geometry order; or slots [first, last) of it, in the
+    order of `Geometry.slot_runs`."""
+
+    block: int
+    out: Bytes
+    slots: tuple[int, int] | None = None
 
 
 class Pages(Protocol):
@@ -32,6 +45,11 @@ class Pages(Protocol):
     geometry: Geometry
     failure: str
     """Why the memory cannot be read any more; empty while it can."""
+    gathers: bool
+    """Whether each copy costs a wait, whatever it brings: what goes out together is copied together then.
+    Else it is best copied piece by piece, each worked on while it is in the processor's cache."""
+    batch_bytes: int
+    """How much of small pieces best goes out together."""
 
     def buffer(self, nbytes: int) -> Bytes:
         """Memory to copy into: (nbytes,) uint8, of the kind that copies are fastest to. It outlives
@@ -42,11 +60,16 @@ class Pages(Protocol):
         """Copy block `block` into `out` ((block_bytes,) uint8), fragments in geometry order."""
         ...
 
-    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
-        """Copy whole blocks into `out`, one behind the other. Yields how many of them are complete, from time
-        to time: they can be worked on while others are still copied. What is out of bounds is refused before
-        anything is copied. Once it is used up or closed, nothing is written to `out` any more, unless
-        PagesError was raised."""
+    def copy_pieces(self, pieces: Sequence[Piece]) -> Generator[int, None, None]:
+        """Copy pieces, each to its own place. Yields how many of them are complete, in their order, from time
+        to time: they can be worked on while others are still copied. A block that is not there is refused
+        before anything is copied. Once it is used up or closed, nothing is written any more, unless
+        PagesError was raised. Where there is a deadline, all have one."""
+        ...
+
+    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Generator[int, None, None]:
+        """`copy_pieces` of whole blocks into `out`, one behind the other. Too little room, too, is refused
+        before anything is copied."""
         ...
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
@@ -70,6 +93,8 @@ class HostPages:
         """Map every handle. The descriptors stay the caller's. Raises ProtocolError if they are short."""
         self.geometry = geometry
         self.failure = ""
+        self.gathers = False
+        self.batch_bytes = HOST_BATCH_BYTES
         self._maps: list[mmap.mmap] = []
         for fd, nbytes in zip(fds, geometry.handle_bytes, strict=True):
             size = os.fstat(fd).st_size
@@ -104,11 +129,16 @@ class HostPages:
         self._check(block)
         _copy(self._groups, block, out)
 
-    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
-        for block in blocks:
-            self._check(block)
+    def copy_pieces(self, pieces: Sequence[Piece]) -> Generator[int, None, None]:
+        blocks = [block for block, _, _ in pieces]
+        if blocks:
+            self._check(min(blocks))
+            self._check(max(blocks))
+        return one_by_one(self, pieces)
+
+    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Generator[int, None, None]:
         check_room(out, len(blocks) * self.geometry.block_bytes)
-        return one_by_one(self, blocks, out)
+        return self.copy_pieces(side_by_side(self.geometry, blocks, out))
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
         self._check(block)
@@ -133,12 +163,21 @@ class HostPages:
         self._maps = []
 
 
-def one_by_one(pages: Pages, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
-    """`copy_blocks` by `copy_block`: each is worked on while it is in the processor's cache."""
-    nbytes = pages.geometry.block_bytes
-    for index, block in enumerate(blocks):
-        pages.copy_block(block, out[index * nbytes : (index + 1) * nbytes])
-        yield index + 1
+def one_by_one(pages: Pages, pieces: Sequence[Piece]) -> Generator[int, None, None]:
+    """`copy_pieces` by `copy_block` and `copy_slots`: each is worked on while it is in the processor's
+    cache."""
+    for complete, (block, out, slots) in enumerate(pieces, start=1):
+        if slots is None:
+            pages.copy_block(block, out)
+        else:
+            pages.copy_slots(block, *slots, out)
+        yield complete
+
+
+def side_by_side(geometry: Geometry, blocks: Sequence[int], out: Bytes) -> list[Piece]:
+    """Whole blocks in `out`, one behind the other."""
+    nbytes = geometry.block_bytes
+    return [Piece(block, out[n * nbytes : (n + 1) * nbytes]) for n, block in enumerate(blocks)]
 
 
 def check_block(geometry: Geometry, block: int) -> None:
@@ -157,9 +196,10 @@ def _copy(groups: list[Bytes], block: int, out: Bytes) -> int:
     """One block's part of each group into `out`, one after another; returns the bytes."""
     at = 0
     for group in groups:
-        _, count, nbytes = group.shape
-        np.copyto(out[at : at + count * nbytes].reshape(count, nbytes), group[block])
-        at += count * nbytes
+        part = group[block]
+        end = at + part.size
+        out[at:end].reshape(part.shape)[...] = part
+        at = end
     return at
 
 

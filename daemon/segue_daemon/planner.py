@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from segue_core.messages.peer import MAX_PARTS
 from segue_core.messages.request import Replication
@@ -40,8 +41,7 @@ class Progress:
     """Why this sequence is not sent (fenced, malformed); empty while it is."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Send tokens [base, upto) of `seq`; `upto == base` never happens."""
 
     seq: str
@@ -88,10 +88,8 @@ class Planner:
         progress = self.progress.get(seq)
         if progress is None or progress.epoch != sequence.epoch:
             progress = self.progress[seq] = Progress(sequence.epoch)
-        if progress.stopped or sequence.fenced or not sequence.replicated:
-            return
         behind = sequence.shippable - progress.sent
-        if behind <= 0:
+        if behind <= 0 or progress.stopped or sequence.fenced or not sequence.replicated:
             return
         if not progress.sent or behind > self._block_size:
             self._tails.discard(seq)
@@ -134,6 +132,10 @@ class Planner:
         last_block = base // self._block_size + self._delta_blocks
         upto = min(have, last_block * self._block_size)
         return Plan(sequence.seq, base, upto) if upto > base else None
+
+    def put_back(self, plan: Plan, *, tail: bool) -> None:
+        """`plan` was not made use of: its sequence has its turn again, planned anew."""
+        (self._tails if tail else self._bulk).add(plan.seq)
 
     @property
     def tail_turn(self) -> bool:

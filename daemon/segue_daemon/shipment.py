@@ -9,11 +9,10 @@ built only where it is sure what the peer has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from segue_core.messages.peer import Ack, Delta, Nack, NackReason
-from segue_daemon.differ import Built, Differ
+from segue_daemon.differ import Built, Differ, Draft
 from segue_daemon.engine import EngineSession
 from segue_daemon.lag import LagMarks, LagMeter
 from segue_daemon.ledger import Changes, Sequence
@@ -21,8 +20,7 @@ from segue_daemon.planner import Planner
 from segue_daemon.settings import ReplicationSettings
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A delta to send now; `payload` is valid until the next ones are built."""
 
     delta: Delta
@@ -146,8 +144,8 @@ class Shipment:
         self, number: int, drain: Callable[[], None], now_ns: int = 0, tail_bytes: int = 0
     ) -> list[Ready]:
         """Build the next delta, numbered `number`; behind a decode tail also those that come next, up to
-        `tail_bytes` (at most `BATCH_BYTES`) and one. `drain` is called after the copies: it must apply the
-        journal. Empty: there is nothing for now."""
+        `tail_bytes` (at most the differ's `batch_bytes`) and one. `drain` is called after the copies: it must
+        apply the journal. Empty: there is nothing for now."""
         while True:
             if self.session.ledger.stale:
                 drain()
@@ -168,12 +166,13 @@ class Shipment:
                 return ready
 
     def _copies(self, number: int, now_ns: int, tail_bytes: int) -> list[tuple[Sequence, Built, bool]]:
-        """What is to be checked together: each with its sequence, and whether it is a decode tail."""
-        copies: list[tuple[Sequence, Built, bool]] = []
+        """What is copied together, and is to be checked together: each with its sequence, and whether it is a
+        decode tail."""
+        chosen: list[tuple[Draft, bool]] = []
         at = 0
-        while not copies or (
+        while not chosen or (
             at < tail_bytes
-            and len(copies) < MAX_TAILS_AT_ONCE
+            and len(chosen) < MAX_TAILS_AT_ONCE
             and self.planner.tail_turn
             and self.planner.tail_next
         ):
@@ -181,12 +180,15 @@ class Shipment:
             if plan is None:
                 break
             sequence = self.session.ledger.sequences[plan.seq]
-            built = self.differ.build(sequence, plan, number + len(copies), at)
-            if built is None:
+            draft = self.differ.draft(sequence, plan, number + len(chosen), at)
+            if draft is None:
                 continue  # its blocks are gone: the journal will say what became of it
-            copies.append((sequence, built, self.planner.tail_turn))
-            at += len(built.payload)
-        return copies
+            chosen.append((draft, self.planner.tail_turn))
+            at += draft.nbytes
+        built, left = self.differ.build_together([draft for draft, _ in chosen], tail_bytes)
+        for draft, tail in chosen[len(chosen) - left :]:
+            self.planner.put_back(draft.plan, tail=tail)
+        return [(draft.sequence, made, tail) for (draft, tail), made in zip(chosen, built, strict=False)]
 
     def _throw_away(self, built: Built, now_ns: int) -> None:
         """`built` is torn; what there is of its sequence now is to be sent."""

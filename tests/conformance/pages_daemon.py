@@ -12,7 +12,7 @@ import numpy as np
 
 from segue_core.geometry import Geometry
 from segue_daemon.open_pages import open_pages
-from segue_daemon.pages import Pages
+from segue_daemon.pages import Pages, Piece
 from support import real_driver
 from support.cuda_double import Control
 
@@ -61,6 +61,19 @@ def copy_blocks(blocks: list[int], nbytes: int, pinned: bool = False) -> list[li
     return said
 
 
+def copy_pieces(pieces: list[list[int]], nbytes: int, pinned: bool = False) -> list[Any]:
+    """Copy pieces, [block, first slot, last slot (0: the whole block), place], into a room of `nbytes`: [how
+    many were complete in the end, digest of the room]."""
+    room = pages().buffer(nbytes) if pinned else np.empty(nbytes, np.uint8)
+    room[:] = 0xA5
+    wanted = [Piece(block, room[at:], (first, last) if last else None) for block, first, last, at in pieces]
+    complete = 0
+    for now in pages().copy_pieces(wanted):
+        assert now > complete
+        complete = now
+    return [complete, hashlib.blake2b(room).hexdigest()]
+
+
 def refused_blocks(blocks: list[int], nbytes: int) -> list[Any]:
     """[the exception that a copy of blocks raises, whether anything was written]."""
     room = np.full(nbytes, 0xA5, np.uint8)
@@ -78,9 +91,16 @@ def copy_slots(block: int, first: int, last: int, room_bytes: int) -> tuple[int,
     return nbytes, room[:nbytes].tobytes()
 
 
+def copy_piece(block: int, nbytes: int) -> None:
+    """A block behind one that is there, into `nbytes`."""
+    room = np.empty(pages().geometry.block_bytes, np.uint8)
+    for _ in pages().copy_pieces([Piece(0, room), Piece(block, room[:nbytes])]):
+        pass
+
+
 def refusal(function: str, *arguments: int) -> str:
     """The name of the exception that a copy raises."""
-    calls = {"copy_block": copy_block, "copy_slots": copy_slots}
+    calls = {"copy_block": copy_block, "copy_slots": copy_slots, "copy_piece": copy_piece}
     try:
         calls[function](*arguments)
     except Exception as error:

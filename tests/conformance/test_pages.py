@@ -100,6 +100,26 @@ def test_blocks_are_copied_one_behind_the_other(world: World, pinned: bool) -> N
     assert world.daemon.call("copy_blocks", [], 0) == []
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pieces_that_are_copied_together_lie_each_at_its_place(world: World, pinned: bool) -> None:
+    """What the decode tails of several sequences bring is what the engine computed, and what lies between
+    them stays."""
+    slot_bytes = LAYERS * WIDTH
+    room = np.full(BLOCKS * (BLOCK_BYTES + 64), 0xA5, np.uint8)
+    pieces, at = [], 64
+    for block in range(BLOCKS):
+        first, last = ((0, 0), (0, 1), (1, 3), (0, BLOCK_SIZE))[block % 4]
+        found = content()[:, block, first:last] if last else content()[:, block]
+        nbytes = (last - first) * slot_bytes if last else BLOCK_BYTES
+        room[at : at + nbytes] = found.reshape(-1)
+        pieces.append((block, first, last, at))
+        at += nbytes + 64
+    digest = hashlib.blake2b(room).hexdigest()
+    for _ in range(2):
+        assert world.daemon.call("copy_pieces", pieces, len(room), pinned) == [BLOCKS, digest]
+    assert world.daemon.call("copy_pieces", [], 0) == [0, hashlib.blake2b(b"").hexdigest()]
+
+
 def test_blocks_are_refused_before_anything_is_copied(world: World) -> None:
     """One that is not there, or too little room: half a delta never passes for a whole one."""
     for blocks in ([1, BLOCKS], [1, -1]):
@@ -122,12 +142,14 @@ def test_a_block_that_is_not_there_is_refused(world: World, block: int) -> None:
     """Bytes of something else never go out as KV."""
     assert world.daemon.call("refusal", "copy_block", block, BLOCK_BYTES) == "IndexError"
     assert world.daemon.call("refusal", "copy_slots", block, 0, 1, BLOCK_BYTES) == "IndexError"
+    assert world.daemon.call("refusal", "copy_piece", block, BLOCK_BYTES) == "IndexError"
 
 
 def test_too_little_room_is_refused(world: World) -> None:
     """A copy never writes past its destination."""
     assert world.daemon.call("refusal", "copy_block", 1, BLOCK_BYTES - 1) == "ValueError"
     assert world.daemon.call("refusal", "copy_slots", 1, 0, 2, LAYERS * WIDTH) == "ValueError"
+    assert world.daemon.call("refusal", "copy_piece", 1, BLOCK_BYTES - 1) == "ValueError"
 
 
 def test_closed_pages_refuse_and_a_buffer_outlives_them(world: World) -> None:
@@ -137,6 +159,7 @@ def test_closed_pages_refuse_and_a_buffer_outlives_them(world: World) -> None:
     daemon.call("close")
     assert daemon.call("refusal", "copy_block", 1, BLOCK_BYTES) == "PagesError"
     assert daemon.call("refusal", "copy_slots", 1, 0, 1, BLOCK_BYTES) == "PagesError"
+    assert daemon.call("refusal", "copy_piece", 1, BLOCK_BYTES) == "PagesError"
     assert daemon.call("kept_buffer") == 7000
 
 

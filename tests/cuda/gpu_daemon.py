@@ -8,18 +8,31 @@ import hashlib
 import os
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from conformance.pages_engine import content
 from segue_core.clock import MonotonicClock
 from segue_core.geometry import Geometry
+from segue_core.messages.journal import Begin, Commit, SequenceBegin
 from segue_core.messages.local import Register
+from segue_core.messages.peer import Delta, PartKind
+from segue_daemon.bucket import Bucket, SharedBudget, Throttle
 from segue_daemon.cuda import driver
 from segue_daemon.cuda.pages import CudaPages
+from segue_daemon.deltas import ENTRY_BYTES
 from segue_daemon.engine import EngineSession
+from segue_daemon.kept import OwnKeep
+from segue_daemon.ledger import Ledger
 from segue_daemon.open_pages import open_pages
+from segue_daemon.outbox import Outbox
+from segue_daemon.settings import ReplicationSettings
+from segue_daemon.shipment import Shipment
+from segue_daemon.store import ReplicaStore
+from segue_shim.plan import pack_u32
 from support.cuda_double import Control
 
 opened: dict[str, CudaPages] = {}
@@ -162,6 +175,74 @@ def left_behind(name: str) -> int:
         gc.collect()
         time.sleep(0.005)
     return left
+
+
+def ship_tails(name: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    """Decode one token of a sequence in each block, and take what a link would: how many deltas came
+    together, what of them the engine has like that, the driver's calls for it, what the pages say then."""
+    pages = opened[name]
+    geometry = pages.geometry
+    blocks = range(geometry.num_blocks)
+    ledger = Ledger(geometry, b"f" * 16, max_sequences=len(blocks))
+    ids = pack_u32(range(geometry.block_size))
+    begun = tuple(SequenceBegin(f"s{n}", 1, b"", ids, pack_u32([n]), 0) for n in blocks)
+    ledger.apply(Begin(1, False, pack_u32(blocks), begun, (), (), ()))
+    session: Any = SimpleNamespace(pages=pages, ledger=ledger, incarnation=1, dead=False)
+    shipment = Shipment(session, ReplicationSettings(shadow_bytes=0), 1 << 20, lambda _: True)
+    outbox = Outbox(Throttle("b", Bucket(0), SharedBudget(0)))
+    outbox.opened(64 << 20)
+    outbox.shipments[1] = shipment
+    counted = ("cuMemcpyBatchAsync", "cuStreamSynchronize", "cuEventSynchronize")
+    before, found = [0, 0, 0], []
+    for tokens in (1, 2):
+        shipment.note(ledger.apply(Commit(tokens, tuple((start.seq, tokens) for start in begun))))
+        before, found = [Control().calls(call) for call in counted], []
+        while isinstance(ready := outbox.next_deltas(lambda: None, 0), list):
+            found.append([is_right(delta, payload) for delta, payload in ready])
+        pages._copy_timeout_s = timeout_s
+    made = [Control().calls(call) - n for call, n in zip(counted, before, strict=True)]
+    return {"right": found, "calls": made, "failure": pages.failure}
+
+
+def is_right(delta: Delta, payload: memoryview) -> bool:
+    """Whether this is the second token of a sequence, or its whole block, as `content` has it."""
+    (part,) = delta.parts
+    block, data = int(delta.seq[1:]), bytes(payload)
+    if part.kind == PartKind.WHOLE:
+        return data == content()[:, block].tobytes()
+    return data[ENTRY_BYTES * part.count :] == content()[:, block, 1].tobytes()
+
+
+def keep(name: str, at_once: int) -> dict[str, Any]:
+    """Keep what a dead engine left, a sequence in all blocks, so many of them in a slice: tokens, whether
+    they are right, and the driver's copies for it."""
+    pages = opened[name]
+    geometry = pages.geometry
+    table = pack_u32(range(geometry.num_blocks))
+    tokens = geometry.num_blocks * geometry.block_size
+    ledger = Ledger(geometry, b"f" * 16, max_sequences=1)
+    start = SequenceBegin("s", 1, b"", pack_u32(range(tokens)), table, 0)
+    ledger.apply(Begin(1, False, table, (start,), (), (), ()))
+    ledger.apply(Commit(1, (("s", tokens),)))
+    memory = np.zeros(geometry.num_blocks * geometry.block_bytes, np.uint8)
+    store = ReplicaStore(memory, lease_ns=1)
+    own = OwnKeep(store, ttl_ns=1, slice_bytes=at_once * geometry.block_bytes)
+    session: Any = SimpleNamespace(ledger=ledger, pages=pages, incarnation=1, scan=None, closed=False)
+    before = Control().calls("cuMemcpyBatchAsync")
+    for _ in own.slices(session, lambda _: False, lambda: 1):
+        pass
+    replica = store.replicas.get("s")
+    held = replica.blocks if replica is not None else []
+    right = [
+        memory[block.offset :][: block.nbytes].tobytes() == content()[:, position].tobytes()
+        for position, block in enumerate(held)
+    ]
+    return {
+        "tokens": replica.watermark if replica is not None else 0,
+        "right": all(right),
+        "used": store.used_bytes // geometry.block_bytes,
+        "copies": Control().calls("cuMemcpyBatchAsync") - before,
+    }
 
 
 def close(name: str) -> None:

@@ -139,7 +139,8 @@ def tier_holds_what_is_put(pages: Pages, waiting: bool) -> bool:
         sources = [tier._start + offset for offset in TIER_OFFSETS]
 
         def read() -> None:
-            load().gather(tier._room_at, sources, [nbytes] * 2, tier._stream)
+            targets = [tier._room_at, tier._room_at + nbytes]
+            load().gather(targets, sources, [nbytes] * 2, tier._stream)
             load().synchronize(tier._stream)
 
         tier._thread.run("read", read, HANG_S)

@@ -7,10 +7,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE, BLOCKS, LAYERS, WIDTH, content
+from segue_core.geometry import Geometry
 from support.cuda_process import CudaProcess, Start
 
 HERE = Path(__file__).parent
@@ -156,6 +158,53 @@ def test_a_copy_that_is_left_early_writes_nothing_more(engine: CudaProcess, star
     daemon = start("daemon", megabytes_per_s=200)
     map_as("left", engine, daemon, "cuda_ipc")
     assert daemon.call("leave_early", "left", MANY) == [CHUNK, True]
+
+
+def as_opaque(exported: bytes) -> bytes:
+    """The same memory, of which nobody says where a slot is."""
+    geometry = msgspec.msgpack.decode(exported, type=Geometry)
+    regions = tuple(
+        msgspec.structs.replace(region, axes=("block", "opaque", "opaque")) for region in geometry.regions
+    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(geometry, regions=regions))
+
+
+@pytest.mark.parametrize("layout", ["slots", "opaque"])
+def test_tails_that_are_due_together_cost_one_copy(
+    engine: CudaProcess, daemon: CudaProcess, layout: str
+) -> None:
+    """The decode tails of many sequences are one batch and one wait for the GPU: a round trip for each would
+    cost more than the copies."""
+    exported, fds = engine.call_for_descriptors("export", "cuda_vmm")
+    daemon.call("open_as", "tails", as_opaque(exported) if layout == "opaque" else exported, descriptors=fds)
+    shipped = daemon.call("ship_tails", "tails")
+    assert shipped == {"right": [[True] * BLOCKS], "calls": [1, 1, 0], "failure": ""}
+    let_go(daemon, "tails")
+
+
+def test_tails_that_are_copied_together_have_one_deadline(engine: CudaProcess, start: Start) -> None:
+    """A GPU that hardly moves holds up the event loop once, not once for each sequence; nothing of what it
+    may still be writing goes out."""
+    daemon = start("daemon", megabytes_per_s=1)
+    map_as("slow", engine, daemon, "cuda_ipc")
+    shipped = daemon.call("ship_tails", "slow", 0.05)
+    assert (shipped["right"], shipped["calls"]) == ([], [1, 1, 0])
+    assert "has not returned" in shipped["failure"]
+    let_go(daemon, "slow")
+
+
+def test_what_a_dead_engine_left_is_kept_in_slices_of_a_copy_each(
+    engine: CudaProcess, daemon: CudaProcess
+) -> None:
+    """Its memory is let go sooner than with a copy for each block, and the event loop has its turn in
+    between; what was kept before the GPU failed stays, and is right."""
+    map_as("dead", engine, daemon, "cuda_ipc")
+    kept = daemon.call("keep", "dead", 4)
+    assert kept == {"tokens": BLOCKS * BLOCK_SIZE, "right": True, "used": BLOCKS, "copies": BLOCKS // 4}
+    daemon.call("fail", f"cuMemcpyBatchAsync:3:{OUT_OF_MEMORY}")
+    kept = daemon.call("keep", "dead", 4)
+    assert kept == {"tokens": 8 * BLOCK_SIZE, "right": True, "used": 8, "copies": 3}
+    let_go(daemon, "dead")
 
 
 @pytest.mark.parametrize("kind", GPU_KINDS)

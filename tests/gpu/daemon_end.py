@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from gpu.shapes import AT_ONCE, LOADED_SEED, SEED, Shape
+from gpu.shapes import AT_ONCE, LOADED_SEED, SEED, TAILS_AT_ONCE, Shape
 from segue_core.geometry import Geometry
 from segue_daemon.cuda.pages import CudaPages
 from segue_daemon.cuda.tier_memory import TierMemory
+from segue_daemon.pages import Piece
 from support.cuda_process import WithDescriptors
 
 RELEASE_S = 20.0
@@ -47,15 +49,26 @@ def compare(slots: int, slot_bytes: int, blocks: int) -> bool:
 
 
 def compare_tails(slots: int, slot_bytes: int, blocks: int) -> bool:
-    """Whether single slots are what the engine's end wrote."""
+    """Whether single slots are what the engine's end wrote, copied together and one by one."""
     shape, pages = Shape(slots, slot_bytes, blocks), state["pages"]
-    for number in range(min(blocks, 16)):
-        slot = number % slots
-        out = np.empty(shape.block_bytes // slots, np.uint8)
-        assert pages.copy_slots(number, slot, slot + 1, out) == out.nbytes
-        if not np.array_equal(out, shape.block(number, SEED)[:, slot].reshape(-1)):
+    nbytes = shape.block_bytes // slots
+    many = range(min(blocks, TAILS_AT_ONCE))
+    together, alone = pages.buffer(2 * nbytes * len(many)), np.empty(nbytes, np.uint8)
+    tails = _tails(many, [number % slots for number in many], 2 * nbytes, together)
+    assert list(pages.copy_pieces(tails))[-1] == len(many)
+    for number, tail in zip(many, tails, strict=True):
+        first, last = tail.slots
+        assert pages.copy_slots(number, first, last, alone) == nbytes
+        expected = shape.block(number, SEED)[:, first].reshape(-1)
+        if not all(np.array_equal(found[:nbytes], expected) for found in (tail.out, alone)):
             return False
     return True
+
+
+def _tails(blocks: Iterable[int], slots: Iterable[int], apart: int, room: Any) -> list[Any]:
+    """A slot of each block, each tail so many bytes behind the one before it."""
+    places = enumerate(zip(blocks, slots, strict=True))
+    return [Piece(block, room[n * apart :], (slot, slot + 1)) for n, (block, slot) in places]
 
 
 def gather_blocks(seconds: float) -> dict[str, float]:
@@ -72,18 +85,20 @@ def gather_blocks(seconds: float) -> dict[str, float]:
     return _repeat(delta, AT_ONCE * geometry.block_bytes, seconds)
 
 
-def gather_tails(seconds: float) -> dict[str, float]:
-    """Copy single slots for a while, as each step of decoding makes them."""
+def gather_tails(seconds: float, at_once: int) -> dict[str, float]:
+    """Copy single slots for a while, so many together, as each step of decoding makes them."""
     pages = state["pages"]
-    geometry = pages.geometry
-    nbytes = geometry.block_bytes // geometry.block_size
-    out = pages.buffer(nbytes)
+    nbytes = pages.geometry.block_bytes // pages.geometry.block_size
+    out = pages.buffer(at_once * nbytes)
+    return _repeat(lambda number: _gather_tails(number, number, at_once, out), at_once * nbytes, seconds)
 
-    def tail(number: int) -> None:
-        slot = number % geometry.block_size
-        pages.copy_slots(number % geometry.num_blocks, slot, slot + 1, out)
 
-    return _repeat(tail, nbytes, seconds)
+def _gather_tails(first: int, step: int, many: int, out: Any) -> None:
+    pages, geometry = state["pages"], state["pages"].geometry
+    blocks = [(first + number) % geometry.num_blocks for number in range(many)]
+    apart = geometry.block_bytes // geometry.block_size
+    for _ in pages.copy_pieces(_tails(blocks, [step % geometry.block_size] * many, apart, out)):
+        continue
 
 
 def _repeat(copy: Any, nbytes: int, seconds: float) -> dict[str, float]:
@@ -107,7 +122,7 @@ def replicate(seconds: float, tails_a_step: int, step_ms: float) -> dict[str, fl
     pages = state["pages"]
     geometry = pages.geometry
     nbytes = geometry.block_bytes // geometry.block_size
-    out = pages.buffer(nbytes)
+    out = pages.buffer(TAILS_AT_ONCE * nbytes)
     begun_ns = time.monotonic_ns()
     step = late = 0
     while (due_ns := begun_ns + int(step * step_ms * 1e6)) < begun_ns + seconds * 1e9:
@@ -116,9 +131,8 @@ def replicate(seconds: float, tails_a_step: int, step_ms: float) -> dict[str, fl
             time.sleep(left_ns / 1e9)
         else:
             late += step > 0
-        for number in range(tails_a_step):
-            slot = step % geometry.block_size
-            pages.copy_slots((number + step) % geometry.num_blocks, slot, slot + 1, out)
+        for number in range(0, tails_a_step, TAILS_AT_ONCE):
+            _gather_tails(number + step, step, min(TAILS_AT_ONCE, tails_a_step - number), out)
         step += 1
     taken_s = (time.monotonic_ns() - begun_ns) / 1e9
     return {"gb_per_s": step * tails_a_step * nbytes / taken_s / 1e9, "steps": step, "late_steps": late}

@@ -19,6 +19,8 @@ REGIONS = 64
 """K and V of 32 layers."""
 AT_ONCE = 4
 """Blocks that are copied at once: of 2 MiB, what `replication.delta_bytes` lets into one delta."""
+TAILS_AT_ONCE = 32
+"""Decode tails that are copied together, as a daemon does."""
 SEED, LOADED_SEED = 11, 12
 """Of what an engine computed, and of what it loads."""
 

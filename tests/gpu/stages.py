@@ -14,7 +14,7 @@ from typing import get_args
 from gpu.busy import no_torch
 from gpu.ends import DAEMON, TORCH, Bench
 from gpu.rows import Row, equal, failed, measured, not_run
-from gpu.shapes import AT_ONCE, Shape, large, small
+from gpu.shapes import AT_ONCE, TAILS_AT_ONCE, Shape, large, small
 from segue_core.messages.probe import ShareKind
 from support.cuda_process import CudaProcess
 
@@ -81,21 +81,25 @@ def sharing(bench: Bench) -> Iterator[Row]:
 def speed(bench: Bench) -> Iterator[Row]:
     """Gather and scatter beside plain copies of the same sizes."""
     whole, tails = large(bench.mib), small(max(1, bench.mib // 8))
-    one_tail, some_tails, some_blocks = (
+    one_tail, some_tails, many_tails, some_blocks = (
         tails.block_bytes,
         AT_ONCE * tails.block_bytes,
+        TAILS_AT_ONCE * tails.block_bytes,
         AT_ONCE * whole.block_bytes,
     )
     with bench.pair() as (engine, daemon):
         plain = {
             nbytes: engine.call("plain_copies", nbytes, bench.seconds)
-            for nbytes in (one_tail, some_tails, some_blocks)
+            for nbytes in (one_tail, some_tails, many_tails, some_blocks)
         }
         share(engine, daemon, "cuda_ipc", whole)
         found = daemon.call("gather_blocks", bench.seconds)
         yield _speed("gather of 2 MiB blocks (64 x 32 KiB), 4 at once", found, plain[some_blocks][FROM])
-        found = daemon.call("gather_tails", bench.seconds)
+        found = daemon.call("gather_tails", bench.seconds, 1)
         yield _speed("gather of 128 KiB tails (64 x 2 KiB)", found, plain[one_tail][FROM])
+        found = daemon.call("gather_tails", bench.seconds, TAILS_AT_ONCE)
+        what = f"gather of 128 KiB tails (64 x 2 KiB), {TAILS_AT_ONCE} at once"
+        yield _speed(what, found, plain[many_tails][FROM])
         found = _rate(engine.call("load"))
         yield _speed("scatter of 2 MiB blocks (64 x 32 KiB), 4 at once", found, plain[some_blocks][TO])
     with bench.engine() as engine:

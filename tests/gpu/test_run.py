@@ -64,7 +64,7 @@ def test_the_script_tries_everything(library: Path, tmp_path: Path) -> None:
     }
     assert sum(part == "share" for part, _ in rows) == 8  # blocks, tails, loads, release by both kinds
     speeds = [row["figures"] for (part, _), row in rows.items() if part == "speed"]
-    assert len(speeds) == 7 and all(min(found.values()) > 0 for found in speeds)
+    assert len(speeds) == 9 and all(min(found.values()) > 0 for found in speeds)
     assert "Test double" in done.stdout and "!! NOT RUN (3)" in done.stdout
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ from segue_daemon.arena import Bytes
 from segue_daemon.engine import EngineSession
 from segue_daemon.kept import OwnKeep
 from segue_daemon.ledger import Changes, Sequence
-from segue_daemon.pages import Pages, one_by_one
+from segue_daemon.pages import Pages, Piece, one_by_one, side_by_side
 from segue_daemon.replicas import Wanted
 from segue_daemon.store import ReplicaStore
 from simulation.clockwork import MS, Killed, Process
@@ -53,6 +53,8 @@ class TornPages:
     def __init__(self, inner: Pages, daemon: SimDaemon, engine: SimEngine) -> None:
         self.geometry: Geometry = inner.geometry
         self.failure = ""
+        self.gathers = daemon.number % 2 == 1
+        self.batch_bytes = inner.batch_bytes
         self._inner = inner
         self._daemon = daemon
         self._engine = engine
@@ -69,8 +71,11 @@ class TornPages:
             half = len(out) // 2
             out[half:] = later[half:]
 
-    def copy_blocks(self, blocks: list[int], out: Bytes) -> Iterator[int]:
-        return one_by_one(self, blocks, out)
+    def copy_pieces(self, pieces: list[Piece]) -> Generator[int, None, None]:
+        return one_by_one(self, pieces)
+
+    def copy_blocks(self, blocks: list[int], out: Bytes) -> Generator[int, None, None]:
+        return one_by_one(self, side_by_side(self.geometry, blocks, out))
 
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
         self._interrupted()

@@ -20,12 +20,12 @@ from segue_daemon.cuda.pinned import PinnedBuffer
 log = structlog.get_logger()
 
 
-class Pieces(NamedTuple):
-    """Device memory to be copied: addresses and sizes, `nbytes` in all."""
+class Batch(NamedTuple):
+    """Copies that are queued together: addresses of host and of device memory, and sizes."""
 
+    targets: Sequence[int]
     sources: Sequence[int]
     sizes: Sequence[int]
-    nbytes: int
 
 
 class EngineDevice:
@@ -60,23 +60,25 @@ class EngineDevice:
         self.buffers.append(made)
         return made
 
+    def locked(self, address: int, nbytes: int) -> bool:
+        """Whether `nbytes` from `address` on are page-locked memory of this engine's."""
+        return any(buffer.holds(address, nbytes) for buffer in self.buffers)
+
     def drop(self, buffer: PinnedBuffer) -> None:
         """Nobody uses `buffer` any more."""
         if buffer in self.buffers:
             self.buffers.remove(buffer)
             _try(buffer.close)
 
-    def gather(self, host: int, chunks: Iterable[Pieces]) -> Iterator[int]:
-        """Copy chunk by chunk to host memory, one behind the other from `host` on. Yields how many chunks are
-        there, while the next one is on its way. Nothing is on its way any more when it ends, however it ends.
-        """
+    def gather(self, batches: Iterable[Batch]) -> Iterator[int]:
+        """Copy batch by batch to host memory. Yields how many batches are there, while the next one is on its
+        way. Nothing is on its way any more when it ends, however it ends."""
         driver, stream, queued = self._driver, self._stream, 0
         try:
-            for chunk in chunks:
+            for batch in batches:
                 if queued:
                     driver.record(self._event, stream)
-                driver.gather(host, chunk.sources, chunk.sizes, stream)
-                host += chunk.nbytes
+                driver.gather(batch.targets, batch.sources, batch.sizes, stream)
                 if queued:
                     driver.wait_for(self._event)
                     yield queued

@@ -15,7 +15,6 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from segue_core.memory_handle import uuid_text
@@ -254,33 +253,34 @@ class Driver:
         """Queue a copy of page-locked host memory to device memory."""
         self._call("cuMemcpyHtoDAsync", address, host, nbytes, stream)
 
-    def gather(self, host: int, sources: Sequence[int], sizes: Sequence[int], stream: Any) -> None:
-        """Queue copies of device memory to host memory from `host` on, one behind the other.
+    def gather(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+    ) -> None:
+        """Queue copies of device memory (`sources`) to host memory (`targets`).
 
         Few calls where the driver has batches. Sources are read in stream order, never before.
         """
-        starts = list(accumulate(sizes, initial=host))[:-1]
         for first in range(0, len(sizes), BATCH_COPIES):
             part = slice(first, first + BATCH_COPIES)
-            self._copy_to_host(starts[part], sources[part], sizes[part], stream)
+            self._copy_to_host(targets[part], sources[part], sizes[part], stream)
 
     def _copy_to_host(
-        self, starts: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
     ) -> None:
         if self._batch and len(sources) > 1:
             try:
-                self._gather_batch(starts, sources, sizes, stream)
+                self._gather_batch(targets, sources, sizes, stream)
             except CudaError as error:
                 if error.name not in ("NOT_IN_THIS_DRIVER", "CUDA_ERROR_NOT_SUPPORTED"):
                     raise
                 self._batch = False
             else:
                 return
-        for start, source, nbytes in zip(starts, sources, sizes, strict=True):
-            self._call("cuMemcpyDtoHAsync", start, source, nbytes, stream)
+        for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            self._call("cuMemcpyDtoHAsync", target, source, nbytes, stream)
 
     def _gather_batch(
-        self, starts: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any
     ) -> None:
         pointer = self._cuda.CUdeviceptr
         order = self._cuda.CUmemcpySrcAccessOrder
@@ -289,7 +289,7 @@ class Driver:
         count = len(sizes)
         self._call(
             "cuMemcpyBatchAsync",
-            [pointer(start) for start in starts],
+            [pointer(target) for target in targets],
             [pointer(source) for source in sources],
             list(sizes),
             count,

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,38 +23,57 @@ from segue_core.errors import SegueError
 from segue_core.framing import close_fds
 from segue_core.geometry import Fragment, Geometry
 from segue_daemon.arena import Bytes
-from segue_daemon.cuda.device import EngineDevice, Pieces
+from segue_daemon.cuda.device import Batch, EngineDevice
 from segue_daemon.cuda.device_thread import DeviceThread
 from segue_daemon.cuda.driver import CudaError
-from segue_daemon.pages import PagesError, check_block, check_room
+from segue_daemon.pages import PagesError, Piece, check_block, check_room, side_by_side
 
 log = structlog.get_logger()
 
 OPEN_TIMEOUT_S = 30.0
 """A first context on a large machine takes seconds."""
 COPY_TIMEOUT_S = 2.0
-"""A block, or the blocks of a delta; milliseconds unless the GPU is lost. The event loop waits for it."""
+"""All that is copied together; milliseconds unless the GPU is lost. The event loop waits for it."""
 CHUNK_BYTES = 4 << 20
-"""Of a copy of several blocks, at least one block: while one chunk is worked on, the next one is copied."""
+"""Of a copy of several pieces, at least one block: while one chunk is worked on, the next one is copied."""
+BATCH_BYTES = CHUNK_BYTES
+"""Small deltas are built up to here and go out together: a copy costs a way to the thread and back, and a
+wait for the stream, whatever it brings."""
 PIN_TIMEOUT_S = 2.0
 """Some tens of MiB. The event loop waits for it, too."""
 MAX_BUFFER_BYTES = 4 << 30
-"""Page-locked memory for one engine: a chunk, and two blocks and a delta for each peer, far below this."""
+"""Page-locked memory for one engine: a chunk, and for each peer a batch, a delta and two blocks, are far
+below this."""
 
 
 class _Parts(NamedTuple):
-    """Parts of block 0: device addresses, how far the next block's are, and their sizes."""
+    """Parts of block 0: (device address, how far the next block's is) of each, their sizes, and where each
+    lies once they stand one behind the other."""
 
-    starts: tuple[int, ...]
-    strides: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
     nbytes: int
 
-    def of(self, blocks: Sequence[int]) -> Pieces:
-        """The same parts of these blocks."""
-        parts = tuple(zip(self.starts, self.strides, strict=True))
-        sources = [start + block * stride for block in blocks for start, stride in parts]
-        return Pieces(sources, self.sizes * len(blocks), self.nbytes * len(blocks))
+
+class _Copy(NamedTuple):
+    """A piece that was checked."""
+
+    piece: Piece
+    parts: _Parts
+
+
+def _batch(copies: Sequence[_Copy], hosts: Iterable[int]) -> Batch:
+    """These copies, each to its host address."""
+    targets: list[int] = []
+    sources: list[int] = []
+    sizes: list[int] = []
+    for (piece, parts), host in zip(copies, hosts, strict=True):
+        block = piece.block
+        targets += [host + offset for offset in parts.offsets]
+        sources += [start + block * stride for start, stride in parts.places]
+        sizes += parts.sizes
+    return Batch(targets, sources, sizes)
 
 
 class CudaPages:
@@ -70,6 +90,8 @@ class CudaPages:
         """Open and map all handles. The descriptors stay the caller's. Raises CudaError or ProtocolError."""
         self.geometry = geometry
         self.failure = ""
+        self.gathers = True
+        self.batch_bytes = BATCH_BYTES
         self.released = threading.Event()
         """Set once the memory of the engine is let go."""
         self._copy_timeout_s = copy_timeout_s
@@ -96,12 +118,10 @@ class CudaPages:
         return self._device.bases
 
     def _parts(self, fragments: Sequence[Fragment]) -> _Parts:
-        return _Parts(
-            tuple(self._bases[f.handle] + f.offset for f in fragments),
-            tuple(f.block_stride for f in fragments),
-            tuple(f.nbytes for f in fragments),
-            sum(f.nbytes for f in fragments),
-        )
+        sizes = tuple(f.nbytes for f in fragments)
+        *offsets, nbytes = accumulate(sizes, initial=0)
+        places = tuple((self._bases[f.handle] + f.offset, f.block_stride) for f in fragments)
+        return _Parts(places, sizes, tuple(offsets), nbytes)
 
     def buffer(self, nbytes: int) -> Bytes:
         """Page-locked memory; if the host has none to lock, ordinary memory with a stop on the way."""
@@ -132,53 +152,62 @@ class CudaPages:
         return self._device
 
     def copy_block(self, block: int, out: Bytes) -> None:
-        for _ in self.copy_blocks((block,), out):
+        for _ in self.copy_pieces((Piece(block, out),)):
             pass
 
-    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
-        self._readable()
-        for block in blocks:
-            check_block(self.geometry, block)
-        check_room(out, len(blocks) * self._block.nbytes)
-        return self._copy(self._block, blocks, out)
-
     def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
+        for _ in self.copy_pieces((Piece(block, out, (first, last)),)):
+            pass
+        return self._slot_parts(first, last).nbytes
+
+    def copy_blocks(self, blocks: Sequence[int], out: Bytes) -> Generator[int, None, None]:
+        return self.copy_pieces(side_by_side(self.geometry, blocks, out))
+
+    def copy_pieces(self, pieces: Sequence[Piece]) -> Generator[int, None, None]:
         self._readable()
+        copies = []
+        for piece in pieces:
+            parts = self._block if piece.slots is None else self._slot_parts(*piece.slots)
+            check_block(self.geometry, piece.block)
+            check_room(piece.out, parts.nbytes)
+            copies.append(_Copy(piece, parts))
+        return self._copy(copies)
+
+    def _slot_parts(self, first: int, last: int) -> _Parts:
         parts = self._slots.get((first, last))
         if parts is None:
             runs = self.geometry.slot_runs(first, last)
             parts = self._slots[first, last] = self._parts([run.piece for run in runs])
-        check_block(self.geometry, block)
-        check_room(out, parts.nbytes)
-        for _ in self._copy(parts, (block,), out):
-            pass
-        return parts.nbytes
+        return parts
 
-    def _copy(self, parts: _Parts, blocks: Sequence[int], out: Bytes) -> Iterator[int]:
-        """Copy these parts of `blocks`; yields how many blocks are complete."""
-        device, host = self._readable(), int(out.ctypes.data)
-        chunks = [blocks[first : first + self._at_once] for first in range(0, len(blocks), self._at_once)]
-        left_s = self._copy_timeout_s
-        if any(buffer.holds(host, parts.nbytes * len(blocks)) for buffer in device.buffers):
-            with contextlib.closing(self._gather(host, map(parts.of, chunks), left_s)) as copied:
-                for done in copied:
-                    yield min(done * self._at_once, len(blocks))
+    def _copy(self, copies: list[_Copy]) -> Generator[int, None, None]:
+        """Copy chunk by chunk; yields how many pieces are complete."""
+        if not copies:
             return
-        complete = 0
+        device, left_s = self._readable(), self._copy_timeout_s
+        hosts = [int(copy.piece.out.ctypes.data) for copy in copies]
+        chunks = list(_chunks(copies, len(self._bounce)))
+        if all(device.locked(host, copy.parts.nbytes) for host, copy in zip(hosts, copies, strict=True)):
+            batches = (_batch(copies[chunk], hosts[chunk]) for chunk in chunks)
+            with contextlib.closing(self._gather(batches, left_s)) as copied:
+                for done in copied:
+                    yield chunks[done - 1].stop
+            return
         for chunk in chunks:
-            begun = time.monotonic()
-            for _ in self._gather(int(self._bounce.ctypes.data), (parts.of(chunk),), left_s):
-                nbytes = parts.nbytes * len(chunk)
-                out[complete * parts.nbytes :][:nbytes] = self._bounce[:nbytes]
+            begun, some = time.monotonic(), copies[chunk]
+            ends = list(accumulate((parts.nbytes for _, parts in some), initial=0))
+            bounce = int(self._bounce.ctypes.data)
+            for _ in self._gather((_batch(some, [bounce + end for end in ends[:-1]]),), left_s):
+                for (piece, parts), at in zip(some, ends, strict=False):
+                    piece.out[: parts.nbytes] = self._bounce[at : at + parts.nbytes]
             left_s -= time.monotonic() - begun
-            complete += len(chunk)
-            yield complete
+            yield chunk.stop
 
-    def _gather(self, host: int, chunks: Iterable[Pieces], timeout_s: float) -> Generator[int, None, None]:
-        """Copy to page-locked memory; yields how many chunks are there."""
+    def _gather(self, batches: Iterable[Batch], timeout_s: float) -> Generator[int, None, None]:
+        """Copy to page-locked memory; yields how many batches are there."""
         device = self._readable()
         try:
-            yield from self._thread.each("copy", lambda: device.gather(host, chunks), timeout_s)
+            yield from self._thread.each("copy", lambda: device.gather(batches), timeout_s)
         except CudaError as error:
             self.failure = f"the engine's GPU memory cannot be read any more: {error}"
             raise PagesError(self.failure) from error
@@ -214,3 +243,14 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
         close_fds(own)
         raise
     return own
+
+
+def _chunks(copies: Sequence[_Copy], most_bytes: int) -> Iterator[slice]:
+    """Cut copies into runs of at most so many bytes, and at least one copy."""
+    first = nbytes = 0
+    for index, (_, parts) in enumerate(copies):
+        if nbytes and nbytes + parts.nbytes > most_bytes:
+            yield slice(first, index)
+            first, nbytes = index, 0
+        nbytes += parts.nbytes
+    yield slice(first, len(copies))

@@ -96,7 +96,7 @@ def test_copies_are_wanted_of_what_this_engine_writes_and_peers_may_have() -> No
     for name, replication in (("s", "normal"), ("t", "normal"), ("u", "off")):
         begun = SequenceBegin(name, 1, b"", bytes(64), TABLES[name], 4, replication)  # type: ignore[arg-type]
         ledger.apply(Begin(1, False, b"", (begun,), (), (), ()))
-    pages = SimpleNamespace(geometry=GEOMETRY, buffer=bytearray)
+    pages = SimpleNamespace(geometry=GEOMETRY, buffer=bytearray, batch_bytes=0, gathers=False)
     session = SimpleNamespace(pages=pages, ledger=ledger, incarnation=1, dead=False)
     shipment = Shipment(session, ReplicationSettings(), 1 << 16, lambda _: True)  # type: ignore[arg-type]
     link: Any = SimpleNamespace(connected=True, copies=lambda _: shipment.copies())

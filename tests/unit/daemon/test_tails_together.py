@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue_core.messages.peer import Ack, Delta, End, Nack
+from segue_daemon.arena import Bytes
 from segue_daemon.bucket import Bucket, SharedBudget, Throttle
 from segue_daemon.ledger import Changes
 from segue_daemon.outbox import Outbox
+from segue_daemon.pages import HostPages, PagesError
 from segue_daemon.replicas import Refusal
 from segue_daemon.shipment import MAX_TAILS_AT_ONCE, Shipment
 from segue_daemon.store import ReplicaStore
@@ -47,9 +49,10 @@ def outbox_of(
 class Way:
     """An engine's deltas on their way to a store, several at once, while the engine goes on."""
 
-    def __init__(self, layout: Any, shadow_bytes: int, seed: int) -> None:
+    def __init__(self, layout: Any, shadow_bytes: int, seed: int, gathers: bool) -> None:
         self.rng = random.Random(seed)
         self.engine = Engine(layout())
+        self.engine.pages.gathers = gathers
         self.outbox, self.shipment = outbox_of(self.engine, shadow_bytes=shadow_bytes)
         self.memory: Any = np.zeros(100 * self.engine.geometry.block_bytes, np.uint8)
         self.store = ReplicaStore(self.memory, lease_ns=1)
@@ -113,12 +116,18 @@ class Way:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([opaque, slotted]), st.sampled_from([0, 400, 1 << 20]))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([opaque, slotted]),
+    st.sampled_from([0, 400, 1 << 20]),
+    st.booleans(),
+)
 def test_tails_that_go_together_bring_what_the_engine_computed(
-    seed: int, layout: Any, shadow_bytes: int
+    seed: int, layout: Any, shadow_bytes: int, gathers: bool
 ) -> None:
-    """Whatever of them is torn, lost or refused: none brings bytes of another, or of a later owner."""
-    way = Way(layout, shadow_bytes, seed)
+    """Whatever of them is torn, lost or refused, and whether they are copied together or one by one: none
+    brings bytes of another, or of a later owner."""
+    way = Way(layout, shadow_bytes, seed, gathers)
     for _ in range(20):
         way.work()
         while way.ship():
@@ -129,12 +138,19 @@ def test_tails_that_go_together_bring_what_the_engine_computed(
     way.engine.close()
 
 
-@pytest.mark.parametrize(("window", "delta_bytes"), [(WINDOW, 4096), (4200, 100)])
-def test_what_goes_together_is_bounded(window: int, delta_bytes: int) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("window", "delta_bytes", "shadow_bytes"), [(WINDOW, 4096, 0), (4200, 100, 0), (4200, 100, 1 << 20)]
+)
+def test_what_goes_together_is_bounded(
+    window: int, delta_bytes: int, shadow_bytes: int, gathers: bool
+) -> None:
     """However many tails are due and however small they are: others have their turn, and a peer's window
-    holds what comes, also where a block is larger than a delta should be."""
+    holds what comes, also where a block is larger than a delta should be, and where only the copy tells how
+    much of it goes."""
     engine = Engine(opaque())
-    outbox, shipment = outbox_of(engine, shadow_bytes=0, window=window, delta_bytes=delta_bytes)
+    engine.pages.gathers = gathers
+    outbox, shipment = outbox_of(engine, shadow_bytes=shadow_bytes, window=window, delta_bytes=delta_bytes)
     names = [f"s{i}" for i in range(BLOCKS)]
     for step in range(3):
         for name in names:
@@ -145,6 +161,40 @@ def test_what_goes_together_is_bounded(window: int, delta_bytes: int) -> None:
             assert len(ready) <= MAX_TAILS_AT_ONCE
             sent = sum(len(each.payload) for each in ready)
             assert sent <= window // 2
+            assert sent - len(ready[-1].payload) < outbox._tail_bytes(shipment)
             found += len(ready)
         assert found == BLOCKS, "those that were left go with the next"
+    engine.close()
+
+
+class Failing(HostPages):
+    """Memory that cannot be read any more from some copy on."""
+
+    left = 0
+
+    def copy_slots(self, block: int, first: int, last: int, out: Bytes) -> int:
+        self.left -= 1
+        if self.left < 0:
+            self.failure = "lost"
+            raise PagesError(self.failure)
+        return super().copy_slots(block, first, last, out)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_was_copied_before_the_memory_was_lost_still_goes_out(gathers: bool) -> None:
+    """Of tails that are copied together those that are complete are sent, and nothing of the others."""
+    engine = Engine(slotted())
+    pages = engine.pages = Failing(engine.geometry, [engine.fd])
+    pages.gathers = gathers
+    outbox, shipment = outbox_of(engine)
+    names = [f"s{i}" for i in range(5)]
+    sent = []
+    for step, pages.left in enumerate((5, 3)):
+        for name in names:
+            engine.run(name, [step])
+        shipment.note(Changes(grown=tuple(names)))
+        sent.append(0)
+        while isinstance(ready := outbox.next_deltas(lambda: None, 0), list):
+            sent[-1] += len(ready)
+    assert (sent, pages.failure) == ([5, 3], "lost")
     engine.close()
