@@ -23,10 +23,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def library_folder() -> Path:
     """Where the built double lies."""
-    folder = cuda_double.folder()
-    if folder is None:
-        pytest.skip(f"the CUDA double is built with {cuda_double.COMPILER}, which is not installed")
-    return folder
+    return cuda_double.required()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +33,7 @@ from segue_daemon.shipment import Shipment
 from segue_daemon.store import ReplicaStore
 from segue_shim.plan import pack_u32
 from support.cuda_double import Control
+from support.waiting import last_of
 
 opened: dict[str, CudaPages] = {}
 state: dict[str, Any] = {}
@@ -170,11 +170,12 @@ def left_behind(name: str) -> int:
     pages.close()
     assert pages.released.wait(20)
     del pages, buffer
-    deadline = time.monotonic() + 10
-    while (left := sum(gone() is not None for gone in whatever)) and time.monotonic() < deadline:
+
+    def left() -> int:
         gc.collect()
-        time.sleep(0.005)
-    return left
+        return sum(gone() is not None for gone in whatever)
+
+    return last_of(left, lambda count: not count)
 
 
 def ship_tails(name: str, timeout_s: float = 20.0) -> dict[str, Any]:
@@ -291,10 +292,7 @@ def locked_buffers(name: str) -> int:
 def settled(expected: dict[str, int]) -> dict[str, int]:
     """What is held, once it is what is expected, or after some seconds: memory is let go without being
     waited for."""
-    deadline = time.monotonic() + 10
-    while (found := Control().counts()) != expected and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return found
+    return last_of(lambda: Control().counts(), lambda found: found == expected)
 
 
 def register(encoded: bytes, descriptors: list[int]) -> None:
@@ -313,12 +311,7 @@ def drained() -> list[Any]:
 
 def drained_until(seq: str, tokens: int) -> bool:
     """Apply the journal until so much may be shipped."""
-    deadline = time.monotonic() + 20
-    while drained()[0].get(seq) != tokens:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
+    return last_of(lambda: drained()[0].get(seq) == tokens, bool)
 
 
 def session_block(block: int) -> bytes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from segue_shim.plan import Load, Source, StepPlan, pack_u32
 from support.cuda_double import Control
 from support.cuda_held import held, left_behind
 from support.forked import forked
+from support.waiting import wait_for
 
 NOWHERE = "/nonexistent/segue.sock"
 DAEMON, FOR_EVER_NS = 5, 1 << 62
@@ -86,8 +86,9 @@ class Engine:
         exporter.begin(StepPlan(computed=(("s", 9),), running=1))
         exporter.commit()
         exporter.close()
-        while int(driver.cuStreamQuery(self.stream)[0]) == NOT_READY:
-            time.sleep(0.001)  # the timeline may go only when no mark of a step is on its way
+        # The timeline may go only when no mark of a step is on its way.
+        query = lambda: int(driver.cuStreamQuery(self.stream)[0])  # noqa: E731
+        wait_for(lambda: query() != NOT_READY, "the stream is empty")
         side.close()
         return {
             "refused": "",

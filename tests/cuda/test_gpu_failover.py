@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from conformance.pages_engine import BLOCK_SIZE, content
+from support.cuda_failover import replicated
 from support.cuda_process import CudaProcess
 from support.daemons import DaemonSet
-from support.waiting import wait_for
 
 ENGINE = Path(__file__).parent / "gpu_engine.py"
 IDS = list(range(100, 115))
@@ -26,10 +26,7 @@ def test_what_a_killed_engine_had_on_its_gpu_is_on_the_standby_s(
         daemons.start()
         assert first.call("join", daemons["a"].socket, "a", 1, "cuda_vmm")
         assert standby.call("join", daemons["b"].socket, "b", 2, "cuda_ipc")
-        for name in "ab":
-            wait_for(daemons[name].protects, f"engine {name} is registered")
-        first.call("run", IDS, TOKENS)
-        wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
+        replicated(daemons, first, IDS, TOKENS)
         first.kill()
         assert standby.call("take_over", IDS, [8, 9, 10, 11]) == TOKENS
         for number in range(3):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from conformance.pages_engine import BLOCK_SIZE
+from support.cuda_failover import replicated
 from support.cuda_process import CudaProcess
 from support.daemons import DaemonSet
-from support.waiting import wait_for
 
 ENGINE = Path(__file__).parent / "layout_engine.py"
 IDS = list(range(100, 115))
@@ -28,10 +28,7 @@ def test_an_engine_goes_on_from_one_whose_memory_is_laid_out_differently(
         daemons.start()
         assert first.call("join", daemons["a"].socket, "a", 1, first_has, True) == [True, True]
         assert standby.call("join", daemons["b"].socket, "b", 2, standby_has, False) == [True, True]
-        for name in "ab":
-            wait_for(daemons[name].protects, f"engine {name} is registered")
-        first.call("run", IDS, TOKENS)
-        wait_for(lambda: daemons["b"].watermark("s") == TOKENS, "all is at the peer")
+        replicated(daemons, first, IDS, TOKENS)
         first.kill()
         assert standby.call("take_over", IDS, [8, 9, 10, 11]) == TOKENS
         for number in range(4):

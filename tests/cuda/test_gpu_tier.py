@@ -11,6 +11,7 @@ import pytest
 
 from conformance.pages_engine import content
 from support.cuda_double import Settings
+from support.cuda_failover import replicated
 from support.cuda_process import CudaProcess
 from support.daemons import DaemonSet
 from support.waiting import wait_for
@@ -26,18 +27,16 @@ class Standby:
     """Daemon b has a GPU tier; what an engine beside daemon a computes is replicated there."""
 
     def __init__(self, daemons: DaemonSet, library_folder: Path, **settings: Any) -> None:
-        self.daemon = daemons["b"]
+        self._daemons, self.daemon = daemons, daemons["b"]
         self.daemon.config["store"]["gpu_budget_bytes"] = BUDGET_BYTES
         self.first = CudaProcess(library_folder, ENGINE)
         self.engine = CudaProcess(library_folder, ENGINE, Settings(**settings))
         daemons.start()
         for process, name, incarnation in ((self.first, "a", 1), (self.engine, "b", 2)):
             assert process.call("join", daemons[name].socket, name, incarnation, "cuda_vmm")
-            wait_for(daemons[name].protects, f"engine {name} is registered")
 
     def replicate(self) -> None:
-        self.first.call("run", IDS, TOKENS)
-        wait_for(lambda: self.daemon.watermark("s") == TOKENS, "all is at the peer")
+        replicated(self._daemons, self.first, IDS, TOKENS)
 
     def store(self, what: str) -> Any:
         return self.daemon.status()["store"][f"tier_{what}"]

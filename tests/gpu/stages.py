@@ -17,6 +17,7 @@ from gpu.rows import Row, equal, failed, measured, not_run
 from gpu.shapes import AT_ONCE, TAILS_AT_ONCE, Shape, large, small
 from segue_core.messages.probe import ShareKind
 from support.cuda_process import CudaProcess
+from support.waiting import last_of
 
 TESTS = Path(__file__).resolve().parents[1]
 SUITE_S = 120
@@ -231,10 +232,8 @@ def _killed(bench: Bench, kind: ShareKind, watcher: CudaProcess, daemon: CudaPro
 
 def _settled(watcher: CudaProcess, wanted: int) -> int:
     """Free bytes of the GPU, once they are as many as wanted or time is up."""
-    deadline = time.monotonic() + RETURNED_S
-    while (free := int(watcher.call("free_bytes"))) < wanted and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return free
+    look = lambda: int(watcher.call("free_bytes"))  # noqa: E731
+    return last_of(look, lambda free: free >= wanted, timeout_s=RETURNED_S)
 
 
 STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {

@@ -25,10 +25,7 @@ RUN_S = 100
 @pytest.fixture(scope="module")
 def library() -> Path:
     """Where the built double lies."""
-    found = cuda_double.folder()
-    if found is None:
-        pytest.skip(f"the CUDA double is built with {cuda_double.COMPILER}, which is not installed")
-    return found
+    return cuda_double.required()
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -58,6 +58,16 @@ def compile_with(flags: Sequence[str], files: Sequence[Path], output: Path) -> N
 
 
 @functools.cache
+def required() -> Path:
+    """Where the built double lies; without a compiler the test is skipped."""
+    import pytest  # children that only steer the double do without
+
+    found = folder()
+    if found is None:
+        pytest.skip(f"the CUDA double is built with {COMPILER}, which is not installed")
+    return found
+
+
 def folder() -> Path | None:
     """A folder that holds the double as `libcuda.so.1`, built once in this process and removed at its end.
 

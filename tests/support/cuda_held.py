@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 from support.cuda_double import Control
+from support.waiting import last_of
 
 SETTLED_S = 7.0
 
@@ -27,10 +27,9 @@ def held() -> dict[str, int]:
 def left_behind(before: dict[str, int]) -> dict[str, int]:
     """What is held beyond `before`, once that is nothing or some seconds are over: much is let go without
     being waited for."""
-    deadline = time.monotonic() + SETTLED_S
-    while True:
+
+    def more() -> dict[str, int]:
         now = held()
-        more = {name: now[name] - before.get(name, 0) for name in now if now[name] > before.get(name, 0)}
-        if not more or time.monotonic() > deadline:
-            return more
-        time.sleep(0.005)  # threads and driver tell nobody
+        return {name: now[name] - before.get(name, 0) for name in now if now[name] > before.get(name, 0)}
+
+    return last_of(more, lambda found: not found, timeout_s=SETTLED_S)

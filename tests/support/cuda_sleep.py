@@ -6,7 +6,6 @@ For the programs of children; `conformance.pages_engine` has made the memory, of
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from conformance import pages_engine
 from conformance.pages_engine import LAYER_BYTES, PIECES, checked, state
 from segue_shim import vllm_sleep
+from support.waiting import last_of
 
 
 class SleepyWorker:
@@ -103,11 +103,11 @@ def idle_until_registered() -> bool:
     """Run empty steps, as an engine does without requests, until a daemon has taken this engine in."""
     from segue_shim.exporter import IDLE
 
-    exporter, deadline = state["exporter"], time.monotonic() + 20
-    while time.monotonic() < deadline:
+    exporter = state["exporter"]
+
+    def step() -> bool:
         exporter.begin(IDLE)
         exporter.commit()
-        if exporter.registered:
-            return True
-        time.sleep(0.01)  # the registrar's thread tells nobody
-    return False
+        return bool(exporter.registered)
+
+    return last_of(step, bool)

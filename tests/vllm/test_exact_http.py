@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from segue_ctl.vllm_server import EnginePlace, EngineSpec, vllm_command
+from support.waiting import last_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(150)]
 
@@ -51,12 +51,13 @@ class Server:
             )
 
     def wait(self, timeout_s: float = 100) -> None:
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            time.sleep(0.1)  # another process, which may end instead
-        raise AssertionError(self.log.read_text()[-6000:])
+        last_of(self._answers, lambda up: up or self.process.poll() is not None, timeout_s=timeout_s)
+        assert self._answers(), self.log.read_text()[-6000:]
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):

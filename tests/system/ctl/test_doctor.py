@@ -28,10 +28,7 @@ HANG_S = 1.0
 @pytest.fixture(scope="module")
 def library_folder() -> Path:
     """Where the built double lies."""
-    folder = cuda_double.folder()
-    if folder is None:
-        pytest.skip(f"the CUDA double is built with {cuda_double.COMPILER}, which is not installed")
-    return folder
+    return cuda_double.required()
 
 
 @pytest.fixture(scope="module")
