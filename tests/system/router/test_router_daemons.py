@@ -230,16 +230,20 @@ async def test_an_engine_without_shim_serves_although_its_daemon_remembers_a_dea
 
 async def test_fences_under_way_are_not_lost_when_the_router_stops() -> None:
     """They get a moment to arrive; what hangs does not hold the router up."""
+    answers = {name: asyncio.Event() for name in ("slow", "hung")}
     arrived = []
 
-    async def fence(seconds: float) -> bool:
-        await asyncio.sleep(seconds)  # a daemon that takes its time
-        arrived.append(seconds)
+    async def fence(daemon: str) -> bool:
+        await answers[daemon].wait()
+        arrived.append(daemon)
         return True
 
-    tasks = {asyncio.create_task(fence(0.05)), asyncio.create_task(fence(60))}
-    await asyncio.wait_for(settle(tasks), 5)
-    assert arrived == [0.05]
+    tasks = {asyncio.create_task(fence(daemon)) for daemon in answers}
+    stopping = asyncio.create_task(settle(tasks))
+    await asyncio.sleep(0)  # now it waits for them
+    answers["slow"].set()
+    await asyncio.wait_for(stopping, 5)
+    assert arrived == ["slow"]
     assert all(task.done() for task in tasks)
 
 

@@ -21,6 +21,7 @@ from segue_ctl.waiting import ClusterError, wait_for
 from segue_ctl.warden import Warden
 from support.waiting import wait_for as await_it
 
+TESTS = Path(__file__).resolve().parents[2]
 # A process with a child in the same group, as engines have; both ignore SIGTERM.
 STUBBORN = (
     "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); "
@@ -80,12 +81,13 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     launcher = (
-        "import pathlib, signal, sys, time\n"
+        "import pathlib, signal, sys\n"
+        f"sys.path.append({str(TESTS)!r}); from support.waiting import wait_for\n"
         "from segue_ctl.child import Child; from segue_ctl.warden import Warden\n"
         f"folder = pathlib.Path({str(run_folder)!r}); warden = Warden(); warden.remove_folder(folder)\n"
         f"child = Child('c', [sys.executable, '-c', {STUBBORN!r}], log_file=folder / 'log', warden=warden)\n"
         "child.start()\n"
-        "while not child.log_tail().endswith('up'): time.sleep(0.02)\n"
+        "wait_for(lambda: child.log_tail().endswith('up'), 'the child is up')\n"
         "print(child.pid, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
