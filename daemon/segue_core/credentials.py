@@ -18,7 +18,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 def check_client(connection: socket.socket) -> int:
     """Only this user's processes and root's may connect. Returns the process id; raises ProtocolError."""
-    pid, uid = _other_end(connection)
+    pid, uid = other_end(connection)
     if uid not in (0, os.geteuid()):
         raise ProtocolError(
             f"process {pid} of user {uid} may not connect; only user {os.geteuid()} and root may"
@@ -29,7 +29,7 @@ def check_client(connection: socket.socket) -> int:
 def check_server(connection: socket.socket) -> None:
     """Only a daemon of this user or of root is talked to; root's own choice of a socket is good as it is.
     Raises ProtocolError."""
-    _, uid = _other_end(connection)
+    _, uid = other_end(connection)
     if os.geteuid() not in (0, uid) and uid != 0:
         raise ProtocolError(
             f"user {uid} listens there, neither this user ({os.geteuid()}) nor root",
@@ -37,7 +37,8 @@ def check_server(connection: socket.socket) -> None:
         )
 
 
-def _other_end(connection: socket.socket) -> tuple[int, int]:
+def other_end(connection: socket.socket) -> tuple[int, int]:
+    """(process id, user id)."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     return int(pid), int(uid)

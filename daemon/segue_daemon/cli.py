@@ -60,10 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"segue-daemon: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    if arguments.check and arguments.json:
-        return 0
     if arguments.check:
-        print(f"ok: daemon {settings.name}, {len(settings.peers)} peers")  # noqa: T201
+        if not arguments.json:
+            print(f"ok: daemon {settings.name}, {len(settings.peers)} peers")  # noqa: T201
         return 0
     return run_service(lambda: serve(settings, protection))
 

@@ -100,26 +100,23 @@ class GpuTier:
     async def _open_next(self, session: EngineSession, worker: Connection) -> None:
         """Open it and offer it."""
         gpu, block_bytes = session.pages.geometry.gpu, session.pages.geometry.block_bytes
-        memory: TierMemory | None = None
         try:
+            if not TierIndex(self._budget_bytes, block_bytes).slots:
+                raise ValueError(f"a block has {block_bytes} bytes, `store.gpu_budget_bytes` is smaller")
             room = max(ROOM_BYTES, block_bytes)
             work = lambda: _open_memory(gpu, self._budget_bytes, room)  # noqa: E731
             memory = await beside("segue-gpu-tier-open", work, lambda memory: memory.close())
-            index = TierIndex(memory.nbytes, block_bytes)
-            if not index.slots:
-                raise ValueError(f"a block has {block_bytes} bytes, `store.gpu_budget_bytes` is smaller")
         except Exception as error:
-            if memory is not None:
-                memory.close()
             if self._session is session:
-                self._over(str(error))
+                self._over(str(error) or repr(error))
             return
         if self._session is not session:
             self._last = memory
             memory.close()
             return
         self._number = self._number % (MAX_TIERS - 1) + 1
-        self._memory, self._index, self.detail = memory, index, "the engine has not mapped it yet"
+        self._memory, self._index = memory, TierIndex(memory.nbytes, block_bytes)
+        self.detail = "the engine has not mapped it yet"
         if not worker.send_with_fds(Tier(self._number, memory.nbytes), [memory.fd]):
             self._over("the engine's connection does not take it")
             return

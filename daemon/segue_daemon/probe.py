@@ -24,7 +24,7 @@ import zmq.asyncio
 from segue_core.errors import ConfigError, SegueError
 from segue_core.framing import decode
 from segue_core.messages.peer import Control, Ping, Pong, Welcome
-from segue_core.messages.probe import Doing, PeerFound, PeersFound, say
+from segue_core.messages.probe import PEERS_AT_ONCE, Doing, PeerFound, PeersFound, say
 from segue_core.settings import load_settings
 from segue_daemon.dial import Peer, control_socket, greet, hello_of
 from segue_daemon.keys import Keys, load_protection
@@ -35,13 +35,12 @@ from segue_daemon.wire import encode
 ASKING_VERSION = 0
 """Of a greeting that only asks: see `Receiver._greet`."""
 DAY_S = 86_400
-AT_ONCE = 16
 
 
 async def look(settings: DaemonSettings, keys: Keys | None) -> PeersFound:
     """Ask all peers, some at a time."""
     context = zmq.asyncio.Context()
-    turns = asyncio.Semaphore(AT_ONCE)
+    turns = asyncio.Semaphore(PEERS_AT_ONCE)
     wanted = [(peer.name, peer.control, False) for peer in settings.peers]
     if settings.group.leader:
         wanted.append((settings.name, settings.group.leader, True))

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
+from segue_core.credentials import other_end
 from segue_core.errors import ConfigError
-from segue_core.messages.probe import PeersFound
+from segue_core.messages.probe import PEERS_AT_ONCE, STEPS_A_PEER, PeersFound
 from segue_core.security import CA_FILE, SecuritySettings, load_tokens, trust_in
 from segue_ctl.commands import console_script
 from segue_ctl.doctor_child import Outcome, Probe, run_probes
@@ -30,7 +30,6 @@ from segue_ctl.waiting import get_json
 
 CHECK_S = 60.0
 PEERS_MARGIN_S = 10.0
-CREDENTIALS = struct.Struct("3i")
 Kind = Literal["daemon", "router"]
 
 
@@ -196,9 +195,7 @@ def _listener(path: Path) -> int | None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(1.0)
         trial.connect(str(path))
-        packed = trial.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        pid: int = CREDENTIALS.unpack(packed)[0]
-        return pid
+        return other_end(trial)[0]
     return None
 
 
@@ -206,7 +203,9 @@ def _ask_peers(file: Path, settings: dict[str, Any], timeout_s: float) -> Outcom
     """The daemon's own probe; None: it has no keys and nobody to ask."""
     if not settings["peers"] and not settings["group"]["leader"] and not settings["security"]["dir"]:
         return None
-    steps_s = 3 * settings["timeouts"]["peer_ms"] / 1000 * (1 + len(settings["peers"]) // 16)
+    asked = len(settings["peers"]) + bool(settings["group"]["leader"])
+    peer_s = STEPS_A_PEER * settings["timeouts"]["peer_ms"] / 1000
+    steps_s = peer_s * -(-asked // PEERS_AT_ONCE)
     probe = Probe("segue_daemon.probe", ["--config", str(file)], os.environ)
     (outcome,) = run_probes([probe], max(timeout_s, steps_s + PEERS_MARGIN_S))
     return outcome

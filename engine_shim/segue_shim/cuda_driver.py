@@ -9,6 +9,8 @@ it.
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +34,8 @@ from segue_shim.cuda_table import (
     IpcHandle,
 )
 
+logger = logging.getLogger("segue_shim")
+
 LIBRARY = "libcuda.so.1"
 MISSING = "this driver does not have it"
 WHAT_TO_DO = "start the engine again to have it protected; if it stays so, see docs/gpu.md"
@@ -44,6 +48,15 @@ class CudaCallError(SegueError):
         super().__init__(f"{call}: {name}", hint=WHAT_TO_DO)
         self.call = call
         self.name = name
+
+
+def give_back(undo: list[Callable[[], None]], what: str) -> None:
+    """Take each step of `undo`, the last one first; one that fails is logged, and the others are taken."""
+    while undo:
+        try:
+            undo.pop()()
+        except CudaCallError as error:
+            logger.warning("segue: %s: not given back: %s: %s", what, error.call, error.name)
 
 
 class Range(NamedTuple):

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_driver import CudaCallError, CudaDriver, give_back
 from segue_shim.cuda_export import DeviceExport
 from segue_shim.cuda_staging import Staging
 from segue_shim.cuda_table import (
@@ -63,11 +63,7 @@ class CudaLoader:
 
     def close(self) -> None:
         """Nothing is loaded any more. Raises nothing."""
-        while self._undo:
-            try:
-                self._undo.pop()()
-            except CudaCallError as error:
-                logger.warning("segue: a load's means were not given back: %s: %s", error.call, error.name)
+        give_back(self._undo, "what loads take of the GPU")
 
     def prepare(self, arena: Arena) -> None:
         """Page-lock `arena`, in whatever thread, so that loads are direct. Without it they are only

@@ -45,7 +45,7 @@ def list_gpus() -> GpusFound:
     try:
         driver = ProbeDriver()
     except CudaCallError as error:
-        return GpusFound(library=not isinstance(error.__cause__, OSError), error=str(error))
+        return GpusFound(library=not isinstance(error.__cause__, OSError), error=error.args[0])
     version = 0
     try:
         version = driver.version()
@@ -53,7 +53,7 @@ def list_gpus() -> GpusFound:
         driver.call("cuInit", 0)
         return GpusFound(True, version, tuple(describe(driver, number) for number in range(driver.count())))
     except CudaCallError as error:
-        return GpusFound(True, version, error=str(error))
+        return GpusFound(True, version, error=error.args[0])
 
 
 def describe(driver: ProbeDriver, number: int) -> Gpu:
@@ -123,8 +123,10 @@ def main(arguments: list[str]) -> int:
             try:
                 share(kind, connection)
             except SegueError as error:
-                hint = "update the NVIDIA driver" if MISSING in str(error) else error.hint
-                say(ShareFound(error=error.args[0] if error.args else str(error), hint=hint))
+                # A call's own advice is for an engine that runs, not for a trial.
+                hint = "" if isinstance(error, CudaCallError) else error.hint
+                hint = "update the NVIDIA driver" if MISSING in error.args[0] else hint
+                say(ShareFound(error=error.args[0], hint=hint))
         return 0
     sys.stderr.write("seguectl doctor runs this\n")
     return 2

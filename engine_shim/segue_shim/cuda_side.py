@@ -8,19 +8,16 @@ keeps the memory from going; what was taken is given back if sharing fails.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from segue_core.errors import GeometryError
 from segue_core.framing import close_fds
 from segue_core.geometry import Geometry
-from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_driver import CudaCallError, CudaDriver, give_back
 from segue_shim.cuda_export import DeviceTensor, export_tensors
 from segue_shim.cuda_loader import CudaLoader
 from segue_shim.cuda_timeline import GpuTimeline
 from segue_shim.regions import Axes
-
-logger = logging.getLogger("segue_shim")
 
 STAYING = 2
 """What is not given back while the memory is away: context and timeline."""
@@ -115,8 +112,8 @@ class CudaSide:
         self.withdraw()
         try:
             self._driver.enter(self._context)
-            while len(self._undo) > STAYING:
-                _quietly(self._undo.pop())
+            going, self._undo = self._undo[STAYING:], self._undo[:STAYING]
+            give_back(going, "the exported memory")
             self._share()
         except CudaCallError as error:
             self.withdraw()
@@ -132,12 +129,4 @@ class CudaSide:
     def close(self) -> None:
         """Give everything back. Raises nothing: what the driver keeps, it keeps until the engine ends."""
         self.withdraw()
-        while self._undo:
-            _quietly(self._undo.pop())
-
-
-def _quietly(step: Callable[[], None]) -> None:
-    try:
-        step()
-    except CudaCallError as error:
-        logger.warning("segue: something on the GPU was not given back: %s: %s", error.call, error.name)
+        give_back(self._undo, "what is shared of the GPU")

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from segue_core.extents import is_in_tier, tier_of
-from segue_shim.cuda_driver import CudaCallError, CudaDriver
+from segue_shim.cuda_driver import CudaCallError, CudaDriver, give_back
 
 logger = logging.getLogger("segue_shim")
+
+TIER = "the daemon's GPU tier"
 
 
 class TierError(Exception):
@@ -48,7 +50,7 @@ class Tier:
             finally:
                 driver.release(allocation)  # the mapping keeps it
         except CudaCallError:
-            self._give_back()
+            give_back(self._undo, TIER)
             raise
 
     def close(self) -> None:
@@ -56,16 +58,9 @@ class Tier:
         try:
             self._enter()
         except CudaCallError as error:
-            logger.warning("segue: the GPU tier was not let go: %s: %s", error.call, error.name)
+            logger.warning("segue: %s: not given back: %s: %s", TIER, error.call, error.name)
             return
-        self._give_back()
-
-    def _give_back(self) -> None:
-        while self._undo:
-            try:
-                self._undo.pop()()
-            except CudaCallError as error:
-                logger.warning("segue: the GPU tier was not let go: %s: %s", error.call, error.name)
+        give_back(self._undo, TIER)
 
     def addresses(self, extents: Sequence[int], block_bytes: int) -> list[int]:
         """Where blocks lie. Raises ValueError for an extent that is not one of this tier."""

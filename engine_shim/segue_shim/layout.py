@@ -17,10 +17,6 @@ from segue_core.errors import GeometryError
 from segue_core.geometry import Geometry, Region
 from segue_shim.regions import Axes, region_of
 
-VLLM_CPU_AXES = ("block", "opaque", "opaque", "opaque")
-"""vLLM on a CPU: [num_blocks, kv_heads, block_size, 2 * head_dim]. Inside a (block, head) the kernels
-lay K out transposed and V by rows, so no axis but the block's means what its name says."""
-
 
 @dataclass(frozen=True)
 class Pages:

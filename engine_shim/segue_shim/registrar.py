@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from segue_core.credentials import check_server
 from segue_core.errors import ProtocolError
-from segue_core.framing import close_fds, decode, encode_frame, recv_with_fds, send_with_fds
+from segue_core.framing import MAX_FDS, close_fds, decode, encode_frame, recv_with_fds, send_with_fds
 from segue_core.lifeline import Lifeline
 from segue_core.messages.local import (
     MAX_DETAIL_CHARS,
@@ -295,7 +295,7 @@ def _closed_within(connection: socket.socket, timeout_s: float) -> bool:
 
 def _discard_unread(connection: socket.socket) -> None:
     """A descriptor that nobody has taken out of it keeps memory as long as the connection is open."""
-    space = socket.CMSG_SPACE(64 * 4)
+    space = socket.CMSG_SPACE(MAX_FDS * 4)
     with contextlib.suppress(OSError):
         while True:
             data, ancillary, _, _ = connection.recvmsg(1 << 16, space, socket.MSG_DONTWAIT)

@@ -62,7 +62,7 @@ class SegueConnector(KVConnectorBase_V1):
         self._handshake: SegueHandshake | None = None
         self._unloaded: set[int] = set()
         self._arriving: list[str] = []
-        self._ahead = vllm_compat.scheduling(vllm_config)[0]
+        self._ahead = False
         self._failed: tuple[int, ...] = ()
         self._block_size = 1
         self._cached_blocks = 0
@@ -121,6 +121,7 @@ class SegueConnector(KVConnectorBase_V1):
             client = MatchGroup(clients, block_size, options)
             self._block_size = block_size
             scheduling = Scheduling(*vllm_compat.scheduling(vllm_config))
+            self._ahead = scheduling.ahead
             self._scheduler = SchedulerHalf(
                 client, block_size, options, _flush(incarnation), scheduling=scheduling
             )

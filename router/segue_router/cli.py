@@ -59,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"segue-router: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    if arguments.check and arguments.json:
-        return 0
     if arguments.check:
-        print(f"segue-router: {arguments.config} is valid")  # noqa: T201
+        if not arguments.json:
+            print(f"segue-router: {arguments.config} is valid")  # noqa: T201
         return 0
     if arguments.log_level:
         settings = msgspec.structs.replace(settings, log_level=arguments.log_level)

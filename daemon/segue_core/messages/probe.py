@@ -83,6 +83,12 @@ class PeerFound(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
+PEERS_AT_ONCE = 16
+"""Asked at the same time, of those that a daemon has."""
+STEPS_A_PEER = 4
+"""Connecting, greeting, a round trip and bulk, each within `timeouts.peer_ms`."""
+
+
 class PeersFound(msgspec.Struct, frozen=True, tag="peers"):
     """All peers of one daemon. `certificate_days`: how long its own certificate is valid; None: it has
     none."""

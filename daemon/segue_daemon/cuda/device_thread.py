@@ -60,7 +60,7 @@ class DeviceThread:
 
     def __init__(self, name: str) -> None:
         """Raises CudaError if too many hang in the driver."""
-        self._all_stuck.difference_update([stuck for stuck in self._all_stuck if not stuck.alive])
+        self._all_stuck.difference_update([stuck for stuck in tuple(self._all_stuck) if not stuck.alive])
         if len(self._all_stuck) >= MAX_STUCK:
             what = f"{len(self._all_stuck)} earlier calls of the driver"
             raise CudaError(what, "have not returned", hint=STUCK_HINT)

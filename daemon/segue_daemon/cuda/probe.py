@@ -23,7 +23,6 @@ from segue_core.messages.probe import WAITING, Doing, ShareFound, say
 from segue_core.timeline import TimelineView
 from segue_core.trial import MARKED_STEP, Offer, content
 from segue_daemon.cuda.driver import load
-from segue_daemon.cuda.errors import CudaError
 from segue_daemon.cuda.pages import CudaPages
 from segue_daemon.cuda.pinned import PinnedBuffer
 
@@ -37,7 +36,7 @@ def map_offered(connection: socket.socket) -> ShareFound:
     """Take the offer at `connection` and try all of it. Raises SegueError."""
     say(Doing(WAITING))
     body, fds = recv_with_fds(connection, peer="the engine's end", max_fds=MAX_PIECES + 1)
-    if not body:
+    if not body or not fds:
         return ShareFound(error="nothing was offered")
     try:
         offer = decode(body, Offer, peer="the engine's end")
@@ -107,8 +106,6 @@ def _found(trial: Callable[[], ShareFound]) -> ShareFound:
     """What a trial finds, an error included."""
     try:
         return trial()
-    except CudaError as error:
-        return ShareFound(error=f"{error.call}: {error.name}", hint=error.hint)
     except SegueError as error:
         return ShareFound(error=error.args[0], hint=error.hint)
 

@@ -117,6 +117,6 @@ class TierMemory:
         while self._undo:
             try:
                 self._undo.pop()()
-            except CudaError as error:
-                log.warning("the GPU tier was not let go cleanly", reason=str(error))
+            except Exception as error:  # whatever fails, the rest is given back
+                log.warning("the GPU tier was not let go cleanly", reason=str(error) or repr(error))
         self.released.set()

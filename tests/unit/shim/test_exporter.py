@@ -391,7 +391,7 @@ def test_the_shim_looks_whom_it_talks_to(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Another user's socket where the daemon's should be gets neither memory nor questions."""
-    monkeypatch.setattr(credentials, "_other_end", lambda _: (19, 1001))
+    monkeypatch.setattr(credentials, "other_end", lambda _: (19, 1001))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     client = MatchClient(
         socket_path, engine="a", incarnation=5, fingerprint=b"f" * 16, block_size=4, options=FAST

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from segue_core.errors import GeometryError
-from segue_shim.layout import VLLM_CPU_AXES, describe, share_pages
+from segue_shim.layout import describe, share_pages
 from support.kv_pages import BLOCK_SIZE, BLOCKS, HEADS, LAYERS, WIDTH, kv_tensors
+
+VLLM_CPU_AXES = ("block", "opaque", "opaque", "opaque")
+"""vLLM on a CPU: [num_blocks, kv_heads, block_size, 2 * head_dim]. Inside a (block, head) the kernels
+lay K out transposed and V by rows, so no axis but the block's means what its name says."""
 
 LAYER_BYTES = BLOCKS * HEADS * BLOCK_SIZE * WIDTH * 4
 BLOCK_BYTES = LAYER_BYTES // BLOCKS
