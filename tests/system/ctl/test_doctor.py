@@ -49,13 +49,13 @@ def test_a_machine_without_gpus_has_no_problem(capsys: pytest.CaptureFixture[str
 
 
 def look_at_gpus(library_folder: Path, timeout_s: float = TIMEOUT_S, **settings: Any) -> dict[str, Any]:
-    """What doctor says of the driver's double: (verdict, found) of each check of its first GPU."""
+    """What doctor says of the driver's double: (verdict, found, advice) of each check of its first GPU."""
     environ = Settings(**settings).environment(library_folder)
     facts = doctor_gpu.look(timeout_s=timeout_s, bindings="13", environ=environ, tell=lambda _: None)
     said: dict[str, Any] = {}
     for finding in gpu_findings(facts):
         assert finding.verdict == "ok" or finding.todo
-        said.setdefault(finding.check.strip(), (finding.verdict, finding.found))
+        said.setdefault(finding.check.strip(), (finding.verdict, finding.found, finding.todo))
     return said
 
 
@@ -78,19 +78,19 @@ def test_one_way_of_sharing_may_work_without_the_other(library_folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "verdict", "words"),
+    ("settings", "verdict", "words", "advice"),
     [
-        ({"driver_version": 11040}, "problem", "11.4"),
-        ({"devices": 1, "failures": "cuInit:1:100"}, "warning", "NO_DEVICE"),
-        ({"failures": "cuInit:1:hang", "timeout_s": HANG_S}, "problem", "cuInit"),
+        ({"driver_version": 11040}, "problem", "11.4", "driver"),
+        ({"devices": 1, "failures": "cuInit:1:100"}, "warning", "NO_DEVICE", "--gpus"),
+        ({"failures": "cuInit:1:hang", "timeout_s": HANG_S}, "problem", "cuInit", "dmesg"),
     ],
 )
 def test_a_driver_that_cannot_be_used_is_told_and_holds_nobody_up(
-    library_folder: Path, settings: dict[str, Any], verdict: str, words: str
+    library_folder: Path, settings: dict[str, Any], verdict: str, words: str, advice: str
 ) -> None:
-    """Too old, without a GPU, or hanging: doctor goes on, and names it."""
+    """Too old, without a GPU, or hanging: doctor goes on, names it, and says what to do about that."""
     said = look_at_gpus(library_folder, **settings)
-    assert said["driver"][0] == verdict and words in said["driver"][1]
+    assert said["driver"][0] == verdict and words in said["driver"][1] and advice in said["driver"][2]
 
 
 def test_a_mapping_that_hangs_is_told_with_its_step(library_folder: Path) -> None:
